@@ -515,7 +515,7 @@ ROWS: list[Row] = [
             ({"rows": 2, "cols": 3, "name": "a/b"}, "`name` must be 1 to 100 letters"),
             ({"rows": 2, "cols": 3, "init": [1.0]}, r"`init` must have shape \(2, 3\)"),
             ({"rows": 2, "cols": 3, "init": NAN}, "`init` must be finite"),
-            ({"rows": 2, "cols": 3, "staleness": -1}, "`staleness` must be a number of rounds"),
+            ({"rows": 2, "cols": 3, "staleness": -1}, "`staleness` must be at least 0, but is -1"),
             ({"rows": 2, "cols": 3, "staleness": 2, "sync": True}, "`staleness` must be absent"),
             ({"rows": 2, "cols": 3, "updater": "nobody"}, "`updater` must"),
         )

@@ -20,5 +20,4 @@ from phalanx.plan.slices import (
     read_workloads,
     workload_sizes,
 )
-from phalanx.plan.staleness import Staleness
 from phalanx.plan.tree import Node, SummationTree

@@ -102,7 +102,7 @@ class OwnPart:
             )
         if not line[READY]:
             return False
-        if self.spec.staleness.is_bulk_synchronous:
+        if self.spec.staleness == 0:
             self._enter_rounds(worker, timeout_s)
         return True
 

@@ -129,7 +129,7 @@ class SharedModule:
         self._constants = [n for n, each in statistics.items() if not bool(each.isfinite().all())]
         for constant in self._constants:
             del statistics[constant]
-        in_rounds = self._staleness.is_bulk_synchronous
+        in_rounds = self._staleness == 0
         # Small changes to narrower floats add up before they are rounded.
         dtype = torch.float32
         for tensor in (*parameters.values(), *statistics.values()):
@@ -144,7 +144,7 @@ class SharedModule:
                 name=name and f"{name}.{what}",
                 updater=updater,
                 sync=in_rounds,
-                staleness=self._staleness.bound or None,
+                staleness=self._staleness or None,
             )
 
         # A round's deltas are merged, others are taken one by one as they come.
@@ -194,12 +194,12 @@ class SharedModule:
         for exchange in self._exchanges:
             exchange.note()
         self._is_torn = True
-        share = 1.0 if self._staleness.is_bulk_synchronous else 1.0 / world.num_workers
+        share = 1.0 if self._staleness == 0 else 1.0 / world.num_workers
         factor = share if self.merge == "mean" else 1.0
         factor = factor if self.outer is None else -factor  # an outer step goes downhill
         for exchange, each in zip(self._exchanges, (factor, share), strict=False):
             exchange.give(each)
-        if self._staleness.is_bounded:
+        if self._staleness:
             world.tick()
         self._receive()
         self._is_torn = False

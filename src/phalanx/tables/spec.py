@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.native import DTYPES
-from phalanx.plan import Staleness, check_argument
+from phalanx.plan import check_argument, read_count
 from phalanx.tables.updaters import Updater, parse_updater, state_dtype
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -93,7 +93,8 @@ class TableSpec:
         is_array: Whether it is shown as one dimension (then ``cols`` is 1).
         dtype: One of float32, float64, bfloat16, int32, int64.
         updater: How it takes a delta.
-        staleness: How far ahead a reader may be.
+        staleness: How many rounds a reader may be ahead of the slowest worker: 0 is
+            bulk-synchronous, k bounded, None asynchronous.
         has_keys: Whether rows are found by key; they come as keys come, and there are 0 at first.
         rule: By what first rows of keys are drawn; None where all are the same.
         shape: The shape that users see; that of a keys table begins with 0.
@@ -105,7 +106,7 @@ class TableSpec:
     is_array: bool
     dtype: torch.dtype
     updater: Updater
-    staleness: Staleness
+    staleness: int | None
     has_keys: bool = False
     rule: Uniform | None = None
     first_row: int = 0
@@ -120,6 +121,8 @@ class TableSpec:
             shown = "size" if self.is_array and name == "rows" else name
             fits = type(value) is int and value >= low
             check_argument(fits, shown, f"be an integer from {low} on", value)
+        if self.staleness is not None:
+            read_count("staleness", self.staleness, 0)
         if max(1, self.first_row + self.rows) * self.cols > _MAX_ELEMENTS:
             raise ConfigError(
                 f"A table must have at most {_MAX_ELEMENTS} elements, but has {self.rows} rows of "
@@ -158,7 +161,6 @@ class TableSpec:
             **{each.name: getattr(self, each.name) for each in fields(self) if each.init},
             "dtype": DTYPES[self.dtype],
             "updater": self.updater.options(),
-            "staleness": self.staleness.bound,
             "rule": self.rule and asdict(self.rule),
         }
 
@@ -174,7 +176,6 @@ class TableSpec:
             read = {
                 "dtype": read_dtype(found["dtype"]),
                 "updater": parse_updater(found["updater"]),
-                "staleness": Staleness(found["staleness"]),
                 "rule": found["rule"] and Uniform(**found["rule"]),
             }
             return cls(**{**found, **read})

@@ -47,8 +47,8 @@ class Table:
         """Not for callers, who have ``world.matrix`` and ``world.array``."""
         self._spec = spec
         self._group = group
-        self._is_bulk = spec.staleness.is_bulk_synchronous
-        self._is_bounded = spec.staleness.is_bounded
+        self._is_bulk = spec.staleness == 0
+        self._is_bounded = bool(spec.staleness)
         self._seen_clock = -1  # lowest clock at the last staleness check
         self._no_rows = torch.empty((0, spec.cols), dtype=spec.dtype, device="cpu")
 
@@ -177,7 +177,7 @@ class Table:
         storage.read(rows, target, group.timeout_s)
 
     def _wait_for_slow(self) -> None:
-        group, bound = self._group, self._spec.staleness.bound
+        group, bound = self._group, self._spec.staleness
         assert bound is not None
         clock = group.membership.clock(group.worker_id, TICKS) - bound
         if self._seen_clock < clock:
@@ -248,7 +248,8 @@ class Table:
         spec = self._spec
         dtype = str(spec.dtype).removeprefix("torch.")
         shape = f"keys x {spec.cols}" if spec.has_keys else "x".join(map(str, spec.shape))
-        mode = f", {spec.staleness.as_argument}" if spec.staleness.as_argument else ""
+        bounded = f", staleness={spec.staleness}"
+        mode = {None: "", 0: ", sync=True"}.get(spec.staleness, bounded)
         kind = type(self).__name__
         return f"{kind}({spec.name!r}, {shape} {dtype}, updater={spec.updater!r}{mode})"
 

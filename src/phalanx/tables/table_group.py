@@ -14,7 +14,7 @@ from phalanx.environment import Place, read_place
 from phalanx.errors import ConfigError, PeerTimeout, PhalanxError, StateError, UnsupportedError
 from phalanx.ipc import register_at_fork
 from phalanx.native import require_library
-from phalanx.plan import Staleness, check_argument, say_numbers
+from phalanx.plan import check_argument, read_count, say_numbers
 from phalanx.tables.membership import BARRIERS, TICKS
 from phalanx.tables.router import Cut, Router
 from phalanx.tables.run_context import RunContext
@@ -65,7 +65,7 @@ def join(
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     fits = is_number and 0 <= timeout_s < _LONGEST_S
     check_argument(fits, "timeout_s", f"be seconds from 0 to {_LONGEST_S:g}", timeout_s)
-    mode = read_mode(sync, staleness, Staleness(None))
+    mode = read_mode(sync, staleness, None)
     place = _place_of(run, num_workers)
     if place is None:
         context = RunContext(run)
@@ -134,7 +134,7 @@ class TableGroup:
         context: RunContext,
         worker: int | None,
         num_expected: int | None,
-        staleness: Staleness,
+        staleness: int | None,
         timeout_s: float,
     ) -> None:
         """Not for callers, who have :func:`phalanx.tables.join`."""
@@ -434,11 +434,13 @@ class TableGroup:
         return f"TableGroup(worker {self.worker_id} of {self.num_workers} in {where})"
 
 
-def read_mode(sync: object, staleness: int | None, default: Staleness) -> Staleness:
-    """Read the mode that a caller gave for a table; ``default`` if none."""
+def read_mode(sync: object, staleness: int | None, default: int | None) -> int | None:
+    """Read the bound on staleness that a caller gave for a table; ``default`` if none."""
     check_argument(sync is None or isinstance(sync, bool), "sync", "be True or False", sync)
     if staleness is not None:
         fits = not sync or staleness == 0
         check_argument(fits, "staleness", "be absent where `sync` is True", staleness)
-        return Staleness(staleness)
-    return default if sync is None else Staleness(0 if sync else None)
+        return read_count("staleness", staleness, 0)
+    if sync is None:
+        return default
+    return 0 if sync else None
