@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.plan.arguments import check_argument
 
 
 def equal_sizes(total: int, parts: int) -> list[int]:
@@ -55,11 +55,6 @@ def workload_sizes(total: int, workloads: Sequence[float]) -> list[int]:
     Source: MXNet's ``work_load_list``, without its rounding (which gave the last device the
     remainder, or refused the batch).
     """
-    return list(_workload_sizes(total, tuple(map(float, workloads))))
-
-
-@functools.lru_cache(maxsize=256)  # most batches are of one size
-def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
     scale = max(workloads)  # scaled first, so that huge workloads cannot overflow their sum
     scaled = [workload / scale for workload in workloads]
     whole = math.fsum(scaled)
@@ -84,27 +79,12 @@ def read_workloads(workloads: Any, num_devices: int) -> list[float]:
         return [1.0] * num_devices
     try:
         shares = [float(share) for share in workloads]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"`workloads` must hold one share per device, but is {workloads!r:.80}. Give numbers, "
-            "such as [1, 2]."
-        ) from error
-    if len(shares) != num_devices:
-        raise ConfigError(
-            f"`workloads` must hold one share per device ({num_devices}), but holds "
-            f"{len(shares)}. Give [1] * {num_devices} for equal shares."
-        )
-    for index, share in enumerate(shares):
-        if not math.isfinite(share) or share < 0:
-            raise ConfigError(
-                f"`workloads` must hold finite shares of at least 0, but share {index} is "
-                f"{share!r}. Give 0 to switch a device off."
-            )
-    if not any(shares):
-        raise ConfigError(
-            f"`workloads` must hold at least one share above 0, but is {shares!r}. "
-            "Give 1 to a device that shall work."
-        )
+    except (TypeError, ValueError):
+        shares = []
+    fits = len(shares) == num_devices and all(0 <= share < math.inf for share in shares)
+    way_out = f"Give [1] * {num_devices} for equal shares."
+    wanted = f"hold one share per device ({num_devices}), finite, at least 0 and not all 0"
+    check_argument(fits and any(shares), "workloads", wanted, workloads, way_out)
     return shares
 
 
@@ -139,7 +119,7 @@ def _read_weight(given: Any, index: int) -> float:
         value = float(given)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         value = math.nan
-    if not math.isfinite(value) or value < 0:
+    if not 0 <= value < math.inf:
         raise ConfigError(
             f"`weight` must return a finite number of at least 0, but returned {given!r:.80} for "
             f"piece {index} of the batch. Take a sum: lambda targets: (targets >= 0).sum(), say."
