@@ -100,28 +100,23 @@ class Rows:
                     f"`layout` must name leaves of the input, but names {path!r}. The input has "
                     f"{', '.join(map(repr, paths)) or 'none'}."
                 )
-        self.dims: list[int | None] = [
-            layout.dim if isinstance(leaf, _ARRAYS) and leaf.ndim else None for leaf in self._leaves
-        ]
-        if layout.dims:
-            self._take_named_dims(paths)
+        self.dims: list[int | None] = []
         self._rows: dict[int, int] = {}
-        for place, (leaf, dim) in enumerate(zip(self._leaves, self.dims, strict=True)):
+        for place, (leaf, path) in enumerate(zip(self._leaves, paths, strict=True)):
+            is_array = isinstance(leaf, _ARRAYS) and leaf.ndim > 0
+            dim = layout.dim if is_array else None
+            if is_array or type(leaf) in (list, tuple):
+                dim = layout.dim_of(path, dim)
+            self.dims.append(dim)
             if dim is None:
                 continue
-            if isinstance(leaf, _ARRAYS) and not -leaf.ndim <= dim < leaf.ndim:
+            if is_array and not -leaf.ndim <= dim < leaf.ndim:
                 raise ConfigError(
                     f"Input {named(self._paths()[place])} must have a dim {dim} to be split "
                     f"along, but has shape {tuple(leaf.shape)}. Give its path with None in the "
                     "layout to hand it over whole."
                 )
-            self._rows[place] = leaf.shape[dim] if isinstance(leaf, _ARRAYS) else len(leaf)
-
-    def _take_named_dims(self, paths: Sequence[str]) -> None:
-        """Set the dims of leaves that the layout names: arrays with rows, and lists."""
-        for place, (leaf, path) in enumerate(zip(self._leaves, paths, strict=True)):
-            if type(leaf) in (list, tuple) or (isinstance(leaf, _ARRAYS) and leaf.ndim):
-                self.dims[place] = self._layout.dim_of(path, self.dims[place])
+            self._rows[place] = leaf.shape[dim] if is_array else len(leaf)
 
     @property
     def first(self) -> int | None:
