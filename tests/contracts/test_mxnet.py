@@ -469,7 +469,7 @@ def test_set_params_four_outcomes(missing, extra, allowed, works):
 def test_set_params_with_a_dtype_unknown_to_torch_changes_nothing():
     net = Net()
     before, given = state_of(net), changed(net) | {"head.bias": np.array(["words"] * 4)}
-    told = pytest.raises(ConfigError, match=r"`head\.bias` must be of a dtype that torch has")
+    told = pytest.raises(TypeError, match="type numpy")
     with group_of(net, desc("data", 7, 5), devices=TWO) as group, told:
         group.set_params(given)
     assert_close(net.state_dict(), before, F64)

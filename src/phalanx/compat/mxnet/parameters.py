@@ -41,8 +41,8 @@ def copy_into(
     """Copy tensors or arrays into those of their names.
 
     Raises:
-        ConfigError: Names are missing or extra and that is not allowed, a shape differs, or torch
-            has no such dtype; nothing is written then.
+        ConfigError: Names are missing or extra and that is not allowed, or a shape differs; nothing
+            is written then.
     """
     missing, extra = sorted(known.keys() - given), sorted(given.keys() - known)
     for names, allowed, told in (
@@ -55,7 +55,7 @@ def copy_into(
                 f"{told}: {names}. Give allow_{told}=True to let it be."
             )
     _check_shapes(given, known)
-    values = {name: _as_tensor(name, given[name]) for name in known if name in given}
+    values = {name: torch.as_tensor(given[name]) for name in known if name in given}
     with torch.no_grad():
         for name, value in values.items():
             known[name].copy_(value)
@@ -88,14 +88,6 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
-
-
-def _as_tensor(name: str, value: Any) -> Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError) as error:
-        wanted = f"be of a dtype that torch has ({error})"
-        raise ConfigError(f"`{name}` must {wanted}, but is of {value.dtype}.") from error
 
 
 def _check_shapes(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> None:
