@@ -1,7 +1,6 @@
 """The memory of parameters and gradients, and its arithmetic."""
 
 from phalanx.memory.blocks import (
-    PAST_CACHE_BYTES,
     all_finite,
     all_within,
     copy_to,

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.native import DTYPES, FUNCTIONS
 
-PAST_CACHE_BYTES = 8 << 20
-"""Memory larger than this is in no cache when it is read."""
-
+_PAST_CACHE_BYTES = 8 << 20  # memory larger than this is in no cache when it is read
 _FEW_BYTES = 64 << 10  # in which torch's own copy is as fast
 _FEW_THREADS = 2  # which together copy large memory no faster than one by blocks.c
 
@@ -81,7 +79,7 @@ def copy_to(source: Tensor, target: Tensor) -> None:
     """
     function = FUNCTIONS.get("copy")
     num_bytes = target.nbytes
-    past = num_bytes >= PAST_CACHE_BYTES
+    past = num_bytes >= _PAST_CACHE_BYTES
     by_threads = past and torch.get_num_threads() > _FEW_THREADS
     # Memory holds the very numbers: autograd's zeros may have none.
     lies_plain = has_memory(source) and not source.is_conj() and not source.is_neg()

@@ -56,14 +56,12 @@ class SharedMemoryPool:
 
     def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return memory for tensors like these, in the order of theirs."""
-        sizes = [tensor.numel() for tensor in tensors]
-        pairs = list(zip(tensors, sizes, strict=True))
-        start = self.allocate(sum([aligned(size * tensor.itemsize) for tensor, size in pairs]))
+        start = self.allocate(sum([aligned(tensor.nbytes) for tensor in tensors]))
         found = []
-        for tensor, size in pairs:
-            flat = self.tensor(tensor.dtype, size, start)
+        for tensor in tensors:
+            flat = self.tensor(tensor.dtype, tensor.numel(), start)
             found.append(flat.as_strided(tensor.shape, dense_strides(tensor)))
-            start += aligned(size * tensor.itemsize)
+            start += aligned(tensor.nbytes)
         return found
 
     def tensor(self, dtype: torch.dtype, num_elements: int, start: int) -> Tensor:
