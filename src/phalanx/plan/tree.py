@@ -50,10 +50,6 @@ class SummationTree(NamedTuple):
         stands = other << level < self.num_leaves  # its first leaf
         return Node(level, other) if stands else None
 
-    def parent(self, node: Node) -> Node:
-        """Return the node that holds ``node`` plus its sibling."""
-        return Node(node.level + 1, node.index >> 1)
-
     @functools.cache  # noqa: B019 - trees are small, and few
     def way_up(self, node: Node) -> list[tuple[Node, Node | None]]:
         """Return the nodes that the sum at ``node`` passes, each with its sibling.
@@ -66,6 +62,7 @@ class SummationTree(NamedTuple):
         """
         way = [(node, self.sibling(node))]
         while way[-1][0].level < self.root.level - 1:
-            node = self.parent(way[-1][0])
+            below = way[-1][0]
+            node = Node(below.level + 1, below.index >> 1)
             way.append((node, self.sibling(node)))
         return way

@@ -40,7 +40,7 @@ def written_out(num_leaves: int) -> Any:
     tree = SummationTree(num_leaves)
     held: dict[Node, Any] = {Node(0, leaf): leaf for leaf in range(num_leaves)}
     for left, right in additions(tree):
-        held[tree.parent(left)] = (_risen(held, left), _risen(held, right))
+        held[Node(left.level + 1, left.index >> 1)] = (_risen(held, left), _risen(held, right))
     return _risen(held, tree.root)
 
 
@@ -64,7 +64,7 @@ def as_they_come(num_leaves: int, order: list[int]) -> Any:
                     break
                 other = waiting.pop(sibling)
                 value = (value, other) if node.index < sibling.index else (other, value)
-            node = tree.parent(node)
+            node = Node(node.level + 1, node.index >> 1)
         waiting[node] = value
     assert list(waiting) == [tree.root]
     return waiting[tree.root]
