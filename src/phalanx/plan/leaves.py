@@ -46,7 +46,8 @@ def flatten(
         else:
             return list(value), _spec_of(list if kind is list else tuple, len(value))
     leaves, spec = pytree.tree_flatten(value, is_leaf)
-    strange = {kind for kind in map(type, leaves) if _is_strange(kind)}
+    kinds = {type(leaf) for leaf in leaves}
+    strange = [k for k in kinds if dataclasses.is_dataclass(k) or issubclass(k, Mapping)]
     for kind in strange:
         _teach(kind)
     return flatten(value, is_leaf) if strange else (leaves, spec)
@@ -126,11 +127,6 @@ def named(path: str) -> str:
 @functools.cache
 def _spec_of(kind: type[list[int]] | type[tuple[int, ...]], length: int) -> pytree.TreeSpec:
     return pytree.tree_flatten(kind([0] * length))[1]
-
-
-def _is_strange(kind: type) -> bool:
-    """Tell whether a leaf's class is one that torch's pytree should be taught."""
-    return kind not in _taught and (dataclasses.is_dataclass(kind) or issubclass(kind, Mapping))
 
 
 # Any: an object of the user's own.
