@@ -130,26 +130,14 @@ class BoundBatch:
     pad: int
 
 
-@dataclass(frozen=True)
 class Binding:
-    """Descriptions of the inputs, and which of them the module's forward takes.
-
-    Attributes:
-        arguments: The names of the forward's arguments.
-    """
-
-    data: tuple[DataDesc, ...]
-    labels: tuple[DataDesc, ...]
-    arguments: frozenset[str]
+    """Descriptions of the inputs, and which of them the module's forward takes."""
 
     # Any, here and below: descriptions and batches in any of their forms.
-    @staticmethod
-    def of(module: nn.Module, data: Any, labels: Any) -> Binding:
-        """Read descriptions, and the arguments of the module's forward."""
-        arguments = frozenset(inspect.signature(module.forward).parameters)
-        return Binding(
-            read_descs(data, "data_shapes"), read_descs(labels, "label_shapes"), arguments
-        )
+    def __init__(self, module: nn.Module, data: Any, labels: Any) -> None:
+        self.data = read_descs(data, "data_shapes")
+        self.labels = read_descs(labels, "label_shapes")
+        self._arguments = frozenset(inspect.signature(module.forward).parameters)
 
     @property
     def batch_size(self) -> int:
@@ -200,7 +188,7 @@ class Binding:
 
     def calls(self, batch: BoundBatch, sizes: Sequence[int]) -> list[Nested]:
         """Return the arguments of the module's forward for parts of ``sizes`` rows."""
-        labels = {name: each for name, each in batch.labels.items() if name in self.arguments}
+        labels = {name: each for name, each in batch.labels.items() if name in self._arguments}
         taken = batch.data | labels
         return Rows(taken, self._layout(taken)).cut(sizes) if taken else [{}] * len(sizes)
 

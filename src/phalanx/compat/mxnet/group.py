@@ -197,7 +197,7 @@ class DataParallelExecutorGroup:
         """
         if reshape and label_shapes is None:
             label_shapes = self._binding.labels
-        binding = Binding.of(self.module, data_shapes, label_shapes)
+        binding = Binding(self.module, data_shapes, label_shapes)
         if shared_group is not None:
             share_tensors(self.module, shared_group.module)
         self._binding = binding
@@ -316,7 +316,10 @@ class DataParallelExecutorGroup:
         last = self._last()
         if not last.went_back:
             raise StateError("`get_input_grads()` needs a backward pass. Call `backward()` first.")
-        grads = [_gradient(leaf) for leaf in last.batch.data.values()]
+        grads = [
+            torch.zeros_like(leaf) if leaf.requires_grad and leaf.grad is None else leaf.grad
+            for leaf in last.batch.data.values()
+        ]
         if merge_multi_context:
             return [None if grad is None else grad.to(self.contexts[0]) for grad in grads]
         axes = [each.batch_axis for each in self._binding.data]
@@ -420,12 +423,6 @@ class DataParallelExecutorGroup:
             return [grad, *[None] * (len(self._sizes) - 1)]
         parts = grad.split_with_sizes(self._sizes, axis)
         return [part.to(place) for part, place in zip(parts, self.contexts, strict=True)]
-
-
-def _gradient(leaf: Tensor) -> Tensor | None:
-    if not leaf.requires_grad:
-        return None
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 @contextlib.contextmanager
