@@ -32,11 +32,7 @@ from phalanx.replicas import (
     seed_of_process,
     sum_statistics,
 )
-from phalanx.torch_internals import (
-    keeps_graph,
-    pytree,
-    run_backward,
-)
+from phalanx.torch_internals import keeps_graph, pytree, run_backward
 from phalanx.types import Nested
 
 RunPart = Callable[[int, nn.Module, Nested], Nested]  # (piece, module, inputs) -> outputs
