@@ -49,6 +49,7 @@ class Exchange:
         ranks: What errors call the ranks, by place.
         size: How many ranks there are.
         device: Where tensors must lie that this group carries.
+        overlaps: Whether a call that was begun continues while this process computes.
         about: What each rank trains, by rank, from :meth:`match_ranks` on.
 
     Raises:
@@ -72,6 +73,7 @@ class Exchange:
         self.size = dist.get_world_size(group)
         self.ranks: Sequence[int] = range(self.size)
         self._peers: dict[int, ProcessIdentity] = {}  # by rank, of this host
+        self.overlaps = getattr(self._group, "overlaps", True)
         self.device = torch.device("cpu")
         kinds = {each.type for each in self._group._device_types}
         if "cpu" not in kinds:

@@ -13,24 +13,12 @@ from phalanx.errors import StateError
 __all__ = ["Fingerprint", "describe", "desync", "misfit", "pack", "unpack"]
 
 _KINDS = (
-    "nothing",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
+    *("nothing", "all_reduce", "reduce", "broadcast", "all_gather"),
+    *("gather", "scatter", "reduce_scatter", "all_to_all", "barrier"),
 )
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-_DTYPES = tuple(
-    sorted(
-        {value for value in vars(torch).values() if isinstance(value, torch.dtype)},
-        key=str,
-    )
-)
+_FOUND = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = tuple(sorted(_FOUND, key=str))
 _NUMBER_BY_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _NO_ROOT = 0xFFFFFF
 

@@ -1,9 +1,10 @@
 """The operations of a group, which run in the order of their calls.
 
     all_reduce(t)                 runs in its caller
-    all_reduce(t, async_op=True)  runs in its caller while the others keep coming, where each rank
-                                  has no second core; else in a thread of the lane
+    all_reduce(t, async_op=True)  runs in a thread of the lane; where each rank has no second core,
+                                  in its caller while the others keep coming
     work.wait()                   runs in its caller what no thread runs
+    work.get_future()             has a thread run it
 
 A call in C returns after some milliseconds in which the others were late. Then this rank looks
 whether they live, whether a deadline has passed, and Python runs the handlers of signals.
@@ -32,14 +33,16 @@ FORKED = (
     "group here."
 )
 _PATIENCE_S = 10e-3
+_GRACE_S = 10e-3  # for the caller of an operation to run it, before a thread does
 _EXIT_S = 1.0
 
 
 class Lane:
     """The operations of one group that have not ended.
 
-    Where it ``pushes``, asynchronous ones run in their caller while the others keep coming. An
-    error that breaks the group is handed to ``report``, which tells other hosts.
+    Where it ``pushes``, asynchronous ones run in their caller while the others keep coming; a
+    thread runs those that a future waits for, and those that have waited for a moment. An error
+    that breaks the group is handed to ``report``, which tells other hosts.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Lane:
         if self._pushes:
             self._push(operation)
         if not operation.done:
-            self._wake_thread()
+            self.wake_thread()
 
     def drive(self, operation: SharedWork, timeout_s: float | None = None) -> None:
         """Run operations until this one has ended; it fails after ``timeout_s`` more seconds."""
@@ -188,14 +191,15 @@ class Lane:
         A callback may wait for an operation that has not ended: another thread then runs it.
         """
         if self._ended and self._operations:
-            self._wake_thread()
+            self.wake_thread()
         while self._ended:
             with suppress(IndexError):  # another thread has taken the last one
                 self._ended.popleft().notify()
 
     # --- the threads ------------------------------------------------------------------------------
 
-    def _wake_thread(self) -> None:
+    def wake_thread(self) -> None:
+        """Let a thread look at the operations."""
         with self._changed:
             if not self._num_free_threads and not self._closed:
                 self._num_free_threads = 1
@@ -208,6 +212,8 @@ class Lane:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._operations)
+                if self._pushes:  # the caller may run them soon: see _push
+                    self._changed.wait_for(self._has_futures, _GRACE_S)
                 if self._closed:
                     return
             with self._turn:
@@ -219,6 +225,9 @@ class Lane:
                 self._notify()
                 with self._changed:
                     self._num_free_threads += 1
+
+    def _has_futures(self) -> bool:
+        return self._closed or any(each.futures for each in [*self._operations])
 
     def end_threads(self) -> None:
         """End the threads, unless a future's callback keeps one for too long.

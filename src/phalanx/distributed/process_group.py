@@ -90,9 +90,11 @@ class SharedGroup(dist.ProcessGroup):
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
+        pushes = memory.cores_per_rank < 2  # one for the caller, one for the lane's thread
+        self.overlaps = not pushes or collectives.num_hosts > 1  # see Exchange
         self._lane = Lane(
             memory.pages,
-            pushes=memory.cores_per_rank < 2,  # one for the caller, one for the lane's thread
+            pushes=pushes,
             report=self._report,
         )
         for network in networks:
@@ -111,11 +113,12 @@ class SharedGroup(dist.ProcessGroup):
         """Begin an operation whose ``steps`` fill the data of some tensors."""
         self._refuse_if_closed(kind)
         title = f"{kind} of group {self._group_name!r}"
-        work = SharedWork(title, steps, filled, result, self._seconds(opts), self._lane.drive)
+        lane, seconds = self._lane, self._seconds(opts)
+        work = SharedWork(title, steps, filled, result, seconds, lane.drive, lane.wake_thread)
         wait = not getattr(opts, "asyncOp", True)
         # A record costs 1 µs where it is off.
         with profiler.record_function(f"{NAME}:{kind}") if is_profiled() else nullcontext():
-            self._lane.start(work, wait=wait)
+            lane.start(work, wait=wait)
         if not wait and filled and max(flat.data.nbytes for flat in filled) <= _LARGEST_KEPT_BYTES:
             self._kept.append(work)
         return work

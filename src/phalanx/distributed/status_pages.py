@@ -100,10 +100,6 @@ class StatusPages:
         at = rank * WORDS_PER_PAGE
         return ProcessIdentity(self._words[at + _PID], self._words[at + _START])
 
-    def alive(self, rank: int) -> bool:
-        """Tell whether the process of ``rank`` runs."""
-        return self.identity_of(rank).alive()
-
     # --- errors -----------------------------------------------------------------------------------
 
     def find_error(
@@ -118,7 +114,8 @@ class StatusPages:
         again = "Destroy the group and make a new one."
         for rank in missing:
             is_here = self._state_of(rank) == _HERE
-            if is_here and not self.alive(rank) and self._is_missing(rank, progress):
+            died = is_here and not self.identity_of(rank).alive()
+            if died and self._is_missing(rank, progress):
                 name, last = self.group_ranks[rank], self._last_of(rank, self.rank)
                 text = f"Rank {name} of {self.group_size} has died{during}. {last} {again}"
                 return PeerLost(text, name)

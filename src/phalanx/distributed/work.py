@@ -63,6 +63,7 @@ class SharedWork(dist.Work):
         filled: What the steps fill; copied back at the end.
         result: The same, or all of a coalesced call, in nested lists, as torch gives them.
         drive: Runs the operation until it has ended; it fails after so many more seconds.
+        wake: Called when a future waits for the operation, so that a thread runs it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SharedWork(dist.Work):
         result: Any,
         timeout_s: float,
         drive: Callable[[SharedWork, float | None], None],
+        wake: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self.title = title
@@ -86,6 +88,7 @@ class SharedWork(dist.Work):
         self._filled = filled
         self._result = result
         self._drive = drive
+        self._wake = wake
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Block until the operation has ended, and raise if it has failed.
@@ -129,6 +132,8 @@ class SharedWork(dist.Work):
         self.futures.append(future)
         if self.done:  # after the append: else no thread might tell it
             self.notify()
+        elif self._wake is not None:
+            self._wake()
         return checked_future
 
     getFuture = get_future

@@ -9,13 +9,17 @@ and adds them along the tree. That moves as many bytes as an all_reduce, whose o
 on the number of ranks. Of two ranks with one sum each, an all_reduce does it: two numbers have one
 sum, whichever comes first.
 
+The last bucket also carries which gradients a rank has, and its note: some numbers. A message of
+its own would cost far more than its bytes while gradients are on their way.
+
 `RankExecutor` sends all buckets after its run. `DistributedDataParallel` also calls `RankSums.put`:
-there, a bucket may leave while the rank's last backward pass still runs.
+there, a bucket may leave while the rank's last backward pass still runs, where the group can add it
+up meanwhile: on one host, that needs cores which compute nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -29,6 +33,7 @@ from phalanx.torch_internals import foreach_copy
 
 _ALIGNMENT = 64  # bytes; as torch's own memory: kernels that sum choose by it
 _LARGE_BYTES = 2**20  # of a gradient that travels alone, because a copy costs more
+_FLOAT64_BYTES = 8
 _IDENTITY = -0.0  # added to any number, it gives this number; 0.0 would change the sign of -0.0
 
 
@@ -39,9 +44,10 @@ class RankReduction:
         parameters: In whose order gradients come and go.
         exchange: The ranks.
         bucket_bytes: About how many bytes of gradients travel together.
+        note_size: How many numbers each rank tells the others.
 
     Attributes:
-        large: The places of the gradients that travel alone.
+        large: The places of the gradients that travel alone, because they are there early.
 
     Determinism: the sums are bitwise the same for any number of ranks.
     """
@@ -51,12 +57,21 @@ class RankReduction:
         parameters: Sequence[nn.Parameter],
         exchange: Exchange,
         bucket_bytes: int = 25 * 2**20,
+        note_size: int = 0,
     ) -> None:
         self._num_parameters = len(parameters)
         self._exchange = exchange
-        buckets = _cut_in_buckets(parameters, bucket_bytes)
-        self.large = [first for first, *_ in buckets if _is_large(parameters[first])]
-        self._buckets = [_Bucket(parameters, places, exchange.size) for places in buckets]
+        self.large, buckets = _cut_in_buckets(parameters, bucket_bytes)
+        like: Tensor = torch.empty(0, device=exchange.device)
+        if buckets:
+            like = parameters[buckets[-1][-1]]
+        else:
+            buckets.append([])
+        buckets[-1].append(len(parameters))
+        told = like.new_empty(len(parameters) + exchange.size * note_size * _FLOAT64_BYTES)
+        likes = [*parameters, told]
+        buckets = [*([place] for place in self.large), *buckets] if told.numel() else []
+        self._buckets = [_Bucket(likes, places, exchange.size) for places in buckets]
         self._last: RankSums | None = None
 
     def begin(self, ranges: Sequence[range]) -> RankSums:
@@ -102,15 +117,10 @@ class RankSums:
         self._num_leaves = sum(map(len, ranges))
         self._nodes = [nodes_of(leaves, self._num_leaves) for leaves in ranges]
         self._own: dict[Node, Gradients] = {
-            node: [None] * num_parameters for node in self._nodes[exchange.rank]
+            node: [None] * (num_parameters + 1) for node in self._nodes[exchange.rank]
         }
         self._full: set[int] = set()
         self._trips: list[_Trip] = []
-
-    @property
-    def places(self) -> set[int]:
-        """The places of the parameters that this rank has gradients of."""
-        return places_of(self._own.values())
 
     def put(
         self,
@@ -143,12 +153,26 @@ class RankSums:
         self._full.add(place)
         self._send(self._full)
 
-    def send(self, own: Mapping[Node, PartialSum | None]) -> None:
-        """Send all that is left; ``own`` are this rank's partial sums, which may be written to."""
+    def send(self, own: Mapping[Node, PartialSum | None], note: Sequence[float] = ()) -> None:
+        """Send all that is left.
+
+        Args:
+            own: This rank's partial sums, which may be written to.
+            note: What it tells the others.
+        """
         for node, found in own.items():
             if found is not None:
-                pairs = zip(self._own[node], found.gradients, strict=True)
+                pairs = zip(self._own[node], [*found.gradients, None], strict=True)
                 self._own[node] = [late if early is None else early for early, late in pairs]
+        if self._own and self._buckets:
+            *columns, _ = zip(*self._own.values(), strict=True)
+            present = torch.tensor([any(x is not None for x in each) for each in columns])
+            notes = torch.zeros(self._exchange.size, len(note), dtype=torch.float64)
+            notes[self._exchange.rank] = torch.tensor(note, dtype=torch.float64)
+            # Any dtype of a gradient holds a byte, to which the other ranks add nothing.
+            told = torch.cat([present.to(torch.uint8), notes.view(torch.uint8).view(-1)])
+            own_sums = next(iter(self._own.values()))
+            own_sums[-1] = told.to(self._buckets[-1].device, self._buckets[-1].dtype)
         self._send(None)
 
     def _send(self, full: set[int] | None) -> None:
@@ -160,24 +184,30 @@ class RankSums:
             sums = list(self._own.values())
             self._trips.append(kind(bucket, self._exchange, self._nodes, sums))
 
-    def receive(self) -> Gradients:
-        """Return the sums of all ranks' gradients.
+    def receive(self) -> tuple[Gradients, list[list[float]]]:
+        """Return the sums of all ranks' gradients, and their notes.
 
         Returns:
-            By parameter, 1-D in memory order; meaningless where no rank has a gradient.
+            Sums by parameter, 1-D in memory order, None where no rank has a gradient; notes by
+            rank.
         """
         for trip in self._trips:
             trip.add(self._num_leaves)
-        total: Gradients = [None] * self._num_parameters
+        total: Gradients = [None] * (self._num_parameters + 1)
         for bucket, trip in zip(self._buckets, self._trips, strict=True):
             bucket.read(trip.wait(), total)
         self.is_broken = False
-        return total
-
-
-def places_of(sums: Iterable[Gradients]) -> set[int]:
-    """Return the places of the parameters that one of the sums holds a gradient of."""
-    return {place for each in sums for place, found in enumerate(each) if found is not None}
+        *gradients, told = total
+        if told is None:
+            return gradients, []
+        counts, notes = told.real.cpu().tensor_split([self._num_parameters])
+        pairs = zip(gradients, counts.tolist(), strict=True)
+        numbers = notes.to(torch.uint8).view(torch.float64).tolist()
+        length = len(numbers) // self._exchange.size
+        return (
+            [each if count else None for each, count in pairs],
+            [numbers[i * length :][:length] for i in range(self._exchange.size)],
+        )
 
 
 class _Trip:
@@ -254,17 +284,15 @@ class _Bucket:
     """Gradients of one dtype that travel together, or one large gradient.
 
     Attributes:
-        places: Of their parameters.
+        places: Of their parameters; one more than those have stands for which there are.
         slice_size: Elements of the slice that each rank owns.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], places: Sequence[int], num_ranks: int
-    ) -> None:
+    def __init__(self, likes: Sequence[Tensor], places: Sequence[int], num_ranks: int) -> None:
         self.places = places
-        self.dtype = parameters[places[0]].dtype
-        self.device = parameters[places[0]].device
-        self._sizes = [parameters[place].numel() for place in places]
+        self.dtype = likes[places[0]].dtype
+        self.device = likes[places[0]].device
+        self._sizes = [likes[place].numel() for place in places]
         unit = _ALIGNMENT // self.dtype.itemsize
         *self._starts, stop = accumulate(
             (-(-size // unit) * unit for size in self._sizes), initial=0
@@ -320,28 +348,30 @@ class _Bucket:
             total[place] = view
 
 
-def _cut_in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
-    """Return the places of those that are trained, in backward's order, alike ones together.
+def _cut_in_buckets(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int
+) -> tuple[list[int], list[list[int]]]:
+    """Return the places of large ones that travel alone, and of others that travel together.
 
-    Large ones are first, because they are full first: a bucket waits for all of its gradients.
+    Both are in backward's order. A bucket waits for all of its gradients, so the large ones leave
+    first, except for the last of all.
     """
     trained = [each for each in reversed(range(len(parameters))) if parameters[each].requires_grad]
+    large = [place for place in trained[:-1] if parameters[place].nbytes >= _LARGE_BYTES]
     by_kind: dict[object, list[list[int]]] = {}
     sizes: dict[object, int] = {}
-    for place in sorted(trained, key=lambda each: not _is_large(parameters[each])):
+    for place in trained:
+        if place in large:
+            continue
         parameter = parameters[place]
-        kind = place if _is_large(parameter) else (parameter.dtype, parameter.device)
+        kind = parameter.dtype, parameter.device
         buckets = by_kind.setdefault(kind, [])
         if not buckets or sizes[kind] + parameter.nbytes > bucket_bytes:
             buckets.append([])
             sizes[kind] = 0
         buckets[-1].append(place)
         sizes[kind] += parameter.nbytes
-    return [bucket for buckets in by_kind.values() for bucket in buckets]
-
-
-def _is_large(parameter: nn.Parameter) -> bool:
-    return parameter.nbytes >= _LARGE_BYTES
+    return large, [bucket for buckets in by_kind.values() for bucket in buckets]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

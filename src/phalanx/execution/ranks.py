@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from phalanx.distributed import Exchange, GroupChanged
 from phalanx.errors import ConfigError, PeerError
 from phalanx.execution.rank_messages import RankMessage, add_statistics
-from phalanx.execution.rank_reduction import RankReduction, places_of
+from phalanx.execution.rank_reduction import RankReduction
 from phalanx.execution.run import Gradients, PartialSum, RunResult, Task
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.plan import SummationTree, flatten, workload_sizes
@@ -130,7 +130,6 @@ class RankExecutor(ThreadExecutor):
         }
         try:
             result = super().run(task, pieces, weights=weights, seed=seed, owners=owners, only=only)
-            about["gradients"] = sorted(places_of(each.gradients for each in result.operands))
             packed = RankMessage.of(about, result.results, result.sums).to_bytes()
         except BaseException as error:
             failed = RankMessage(about, f"{type(error).__name__}: {error}")
@@ -162,11 +161,9 @@ class RankExecutor(ThreadExecutor):
         """Let ``result`` hold all ranks' sums of gradients and statistics."""
         gradients: Gradients = [None] * len(self.parameters)
         if torch.is_grad_enabled():
-            present = {place for each in messages for place in each.about["gradients"]}
             sums = self._reduction.begin(ranges)
             sums.send(result.sums)
-            received = enumerate(sums.receive())
-            gradients = [each if place in present else None for place, each in received]
+            gradients, _ = sums.receive()
         total = PartialSum(gradients, add_statistics(messages, len(weights)))
         result.sums = {SummationTree(len(weights)).root: total}
 

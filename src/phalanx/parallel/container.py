@@ -12,6 +12,7 @@ from phalanx.execution import ThreadExecutor
 from phalanx.parallel.graph import Passes, RunPart, run_pieces
 from phalanx.replicas import (
     OwnInShell,
+    Statistics,
     advance_process_generator,
     check_statistics,
     hold_caller_at_one_thread,
@@ -173,11 +174,15 @@ class Container(nn.Module):
             weights = [0.0 if part is None else float(max(1, size)) for part, size in pairs]
             outputs, report = run_pieces(executor, parts, run, weights, owners, passes)
             statistics = passes.statistics(report)
-            named = self._trained().named_buffers(remove_duplicate=False) if statistics else ()
-            buffers = dict(named)
-            check_statistics(buffers, statistics)
             merged = merge(outputs)
+            self._write_buffers(statistics)
             if report.drew:
                 advance_process_generator()
-            write_statistics(buffers, statistics)
         return merged
+
+    def _write_buffers(self, statistics: Statistics) -> None:
+        """Write into the buffers what a forward pass left in their copies."""
+        if statistics:
+            buffers = dict(self._trained().named_buffers(remove_duplicate=False))
+            check_statistics(buffers, statistics)
+            write_statistics(buffers, statistics)

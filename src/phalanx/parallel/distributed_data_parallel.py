@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from phalanx.errors import ConfigError
 from phalanx.execution import (
     Gradients,
     MicrobatchContext,
+    PartialSum,
     RankMessage,
     RankReduction,
     RankSums,
@@ -53,9 +55,10 @@ class DistributedDataParallel(DataParallel):
     gradients are added in an order that depends on the number of microbatches alone.
 
     At the start all ranks take over the parameters and buffers of rank 0. Buffers that `forward`
-    writes, such as batch norm's statistics, are merged over all ranks in each forward pass of
-    training. Dropout draws from a generator seeded by (seed, step, microbatch), where the seed is
-    that of rank 0's `torch.manual_seed`. Parameters that no rank has used keep a ``grad`` of None.
+    writes, such as batch norm's statistics, are merged over all ranks at the end of the backward
+    pass; without one, before the next forward pass. Dropout draws from a generator seeded by
+    (seed, step, microbatch), where the seed is that of rank 0's `torch.manual_seed`. Parameters
+    that no rank has used keep a ``grad`` of None.
 
     Args:
         module: The module; it is trained in place, on the device where it lies. `state_dict()` has
@@ -142,6 +145,7 @@ class DistributedDataParallel(DataParallel):
         self._num_microbatches = microbatches
         self._rank_reduction: tuple[object, RankReduction] | None = None
         self._weight: float | None = None
+        self._unmerged: _RankPasses | None = None  # whose buffers wait for its backward pass
         options = {"microbatches": microbatches, "reduction": reduction, "buffers": buffers}
         options |= {"layout": layout, "output": output}
         own = {f"`{name}`": repr(value) for name, value in options.items()}
@@ -193,7 +197,7 @@ class DistributedDataParallel(DataParallel):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         del state["_exchange"]  # a copy is on the default group's ranks, as with torch's class
-        return {**state, "_rank_reduction": None}
+        return {**state, "_rank_reduction": None, "_unmerged": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -229,10 +233,22 @@ class DistributedDataParallel(DataParallel):
             after = self._num_microbatches - own.stop
             return [other] * own.start + list(values) + [other] * after
 
-        outputs = super()._run(at_place(parts, None), at_place(sizes, 0), run_own, merge)
+        self._merge_buffers()
+        try:
+            outputs = super()._run(at_place(parts, None), at_place(sizes, 0), run_own, merge)
+        except BaseException:
+            self._unmerged = None
+            raise
         if self._in_step():
             self.steps += 1
+        else:
+            self._merge_buffers()
         return outputs
+
+    def _merge_buffers(self) -> None:
+        """Merge the buffers of the last forward pass, if no backward pass has done it."""
+        if self._unmerged is not None:
+            self._write_buffers(self._unmerged.merged_statistics())
 
     def _in_training(self) -> bool:
         return any(each.training for each in self.module.modules())
@@ -249,7 +265,12 @@ class DistributedDataParallel(DataParallel):
         if self._rank_reduction is None or self._rank_reduction[0] != trained:
             self._rank_reduction = (
                 trained,
-                RankReduction(executor.parameters, self._exchange, self._bucket_bytes),
+                RankReduction(
+                    executor.parameters,
+                    self._exchange,
+                    self._bucket_bytes,
+                    note_size=self._num_microbatches + 2,
+                ),
             )
         return self._rank_reduction[1]
 
@@ -267,6 +288,7 @@ class _OneRankPasses(Passes):
         self._owner = owner
         self._sizes = list(sizes)
         self._seed = (owner._seed, owner.steps) if owner._in_step() else super().seed()
+        self._weight: float = 0  # of the backward pass that runs
 
     def seed(self) -> tuple[int, ...]:
         return self._seed
@@ -299,16 +321,28 @@ class _RankPasses(_OneRankPasses):
         self._exchange = owner._exchange
         self._ranges = ranges_of(len(sizes), self._exchange.size)
         self._sums: RankSums | None = None  # of the backward pass that runs
+        self._unmerged: Mapping[Node, PartialSum | None] = {}  # what is left in the buffers
 
     def statistics(self, result: RunResult) -> Statistics:
         if next(self._owner.module.buffers(), None) is None or not self._owner._in_training():
             return super().statistics(result)
-        own = result.sums if any(self._sizes) else {}  # an empty share has run once, for nothing
-        message = RankMessage.of(self._sizes, [], own)
-        gathered = self._exchange.gather(message.to_bytes(), "forward")
+        self._unmerged = self._own_sums(result)
+        self._owner._unmerged = self
+        return {}
+
+    def merged_statistics(self) -> Statistics:
+        """Return what all ranks have left in the buffers, the first time."""
+        if self._owner._unmerged is not self:
+            return {}
+        self._owner._unmerged = None
+        message = RankMessage.of(self._sizes, [], self._unmerged)
+        gathered = self._exchange.gather(message.to_bytes(), "merge buffers")
         told = [RankMessage.from_bytes(each) for each in gathered]
         self._check([sum(each) for each in zip(*(each.about for each in told), strict=True)])
         return add_statistics(told, len(self._sizes))
+
+    def _own_sums(self, result: RunResult) -> Mapping[Node, PartialSum | None]:
+        return result.sums if any(self._sizes) else {}  # an empty share has run once, for nothing
 
     def begin_backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         self._sums = None
@@ -325,7 +359,8 @@ class _RankPasses(_OneRankPasses):
         reduction = self._owner._rank_reduction_of(executor)
         self._sums = sums = reduction.begin(self._ranges)
         # Of one microbatch a gradient would have to be copied, since autograd may still read it.
-        reached = reached_leaves(outputs) if reduction.large and context.waiting else None
+        leaves_early = self._exchange.overlaps and reduction.large and context.waiting
+        reached = reached_leaves(outputs) if leaves_early else None
         if reached is None or not reached.isdisjoint(map(id, executor.parameters)):
             return nullcontext()  # a gradient may come in several parts
 
@@ -351,32 +386,16 @@ class _RankPasses(_OneRankPasses):
         return [None if each is None else each * self._exchange.size for each in gradients]
 
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
-        own = result.sums if any(self._sizes) else {}
         sums = self._sums or self._owner._rank_reduction_of(executor).begin(self._ranges)
-        sums.send(own)
-        count, places = len(self._sizes), sums.places
-        marks = [place in places for place in range(len(executor.parameters))]
-        trained = [each.requires_grad for each in executor.parameters]
-        own_numbers = [*self._sizes, self._weight, *marks, *trained]
-        summed = torch.tensor(own_numbers, dtype=torch.float64, device=self._exchange.device)
-        wait = self._exchange.start_all_reduce(summed)
-        totals = sums.receive()
-        wait()
-        numbers = summed.tolist()
-        self._check([int(rows) for rows in numbers[:count]])
-        self._check_trained(numbers[count + 1 + len(marks) :])
-        marked = zip(totals, numbers[count + 1 :][: len(marks)], strict=True)
-        return self._weighted([each if mark else None for each, mark in marked], numbers[count])
-
-    def _check_trained(self, num_ranks: Sequence[float]) -> None:
-        """Refuse parameters that only some ranks train, given how many do."""
-        for place, number in enumerate(num_ranks):
-            if 0 < number < self._exchange.size:
-                raise ConfigError(
-                    f"All ranks must train the same parameters, but parameter {place} of "
-                    "`module.parameters()` is frozen on some ranks only. Set `requires_grad` alike "
-                    "on all ranks."
-                )
+        trained = zlib.crc32(bytes(each.requires_grad for each in executor.parameters))
+        sums.send(self._own_sums(result), [trained, self._weight, *self._sizes])
+        statistics = self.merged_statistics()
+        totals, notes = sums.receive()
+        trained_by_rank, weights, *rows = zip(*notes, strict=True)
+        self._check([int(sum(each)) for each in rows])
+        _check_trained(trained_by_rank)
+        self._owner._write_buffers(statistics)
+        return self._weighted(totals, sum(weights))
 
     def _check(self, rows: Sequence[int]) -> None:
         """Refuse other rows of the microbatches than one rank would cut."""
@@ -395,6 +414,28 @@ class _RankPasses(_OneRankPasses):
                 f"Ranks must have the rows of their microbatches, {_told(needed)} for a batch of "
                 f"{total} in {count} microbatches, but have {_told(have)}. Let "
                 f"`ExactSampler(…, microbatches={count})` deal out the rows."
+            )
+
+
+def _check_frozen(frozen: Iterable[Iterable[int]]) -> None:
+    """Refuse parameters that only some ranks train, given the places of the others by rank."""
+    first, *others = map(set, frozen)
+    differing = first.union(*others) - first.intersection(*others)
+    if differing:
+        raise ConfigError(
+            f"All ranks must train the same parameters, but parameter {min(differing)} of "
+            "`module.parameters()` is frozen on some ranks only. Set `requires_grad` alike on all "
+            "ranks."
+        )
+
+
+def _check_trained(trained: Sequence[float]) -> None:
+    """Refuse ranks that train other parameters than rank 0, given a checksum of each rank's."""
+    for rank, each in enumerate(trained):
+        if each != trained[0]:
+            raise ConfigError(
+                f"All ranks must train the same parameters, but rank {rank} has frozen others than "
+                "rank 0. Set `requires_grad` alike on all ranks."
             )
 
 
