@@ -93,8 +93,7 @@ class TableSpec:
         is_array: Whether it is shown as one dimension (then ``cols`` is 1).
         dtype: One of float32, float64, bfloat16, int32, int64.
         updater: How it takes a delta.
-        staleness: How many rounds a reader may be ahead of the slowest worker: 0 is
-            bulk-synchronous, k bounded, None asynchronous.
+        staleness: Rounds by which a reader may lead the slowest worker; None: any number.
         has_keys: Whether rows are found by key; they come as keys come, and there are 0 at first.
         rule: By what first rows of keys are drawn; None where all are the same.
         shape: The shape that users see; that of a keys table begins with 0.

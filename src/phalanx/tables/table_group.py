@@ -386,7 +386,6 @@ class TableGroup:
             raise TypeError(f"Tables of a TableGroup have no option {unknown!r}.")
         name = options.get("name")
         self._check_open()
-        mode = read_mode(options.get("sync"), options.get("staleness"), self.staleness)
         rule = init if has_keys and isinstance(init, Uniform) else None
         with self._numbering if name is None else nullcontext():
             spec = TableSpec(
@@ -396,7 +395,7 @@ class TableGroup:
                 is_array=is_array,
                 dtype=read_dtype(dtype),
                 updater=parse_updater(options.get("updater", "sum")),
-                staleness=mode,
+                staleness=read_mode(options.get("sync"), options.get("staleness"), self.staleness),
                 has_keys=has_keys,
                 rule=rule,
             )
