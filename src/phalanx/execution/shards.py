@@ -10,7 +10,6 @@ shards together are bitwise one step of that optimizer, and its `state_dict()` i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,8 @@ class Shards:
     """An optimizer in shards, and the last addition to the gradients of each.
 
     A step calls :meth:`begin`, then for every shard, in that shard's thread, :meth:`add` and
-    :meth:`step`, then :meth:`finish`. An optimizer that cannot be cut (see :func:`plain_step_of`)
-    is stepped with the first shard.
+    :meth:`step`, then :meth:`finish`. An optimizer that cannot be cut (see :func:`can_be_cut`) is
+    stepped with the first shard.
 
     Args:
         optimizer: The user's.
@@ -73,8 +72,8 @@ class Shards:
     def begin(self, operands: Sequence[PartialSum]) -> None:
         """Begin a step: with the last sums of a run, and the optimizer's options of now."""
         self._num_states = len(self.optimizer.state)
-        self._plain_step = plain_step_of(self.optimizer)
-        if self._plain_step is not None:
+        self._is_cut = can_be_cut(self.optimizer)
+        if self._is_cut:
             copies = map(self._copy_for, self._members)
             self._shards = list(zip(copies, self._shares, strict=True))
         else:  # the first shard is the whole
@@ -144,10 +143,7 @@ class Shards:
             if gradient is not None:
                 gradient = gradient.as_strided(parameter.shape, self._strides[place])
             parameter.grad = gradient
-        if places and self._plain_step is not None:
-            with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
-                self._plain_step(optimizer)
-        elif places:
+        if places:
             optimizer.step()
         for place in places:
             self._parameters[place].grad = None
@@ -155,7 +151,7 @@ class Shards:
     def finish(self) -> None:
         """End the step once all shards are stepped: drop the sums, put the state in order."""
         self._left, self._right, self._shards = [], [], []
-        if self._plain_step is not None:
+        if self._is_cut:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
             if len(self.optimizer.state) > self._num_states:
                 self._sort_state()
@@ -167,25 +163,22 @@ class Shards:
         state.update([(p, state.pop(p)) for p in ordered if p in state])
 
 
-# Any: torch's own function.
-def plain_step_of(optimizer: Optimizer) -> Any:
-    """Return the `step` of torch's class, without what torch wraps around it.
+def can_be_cut(optimizer: Optimizer) -> bool:
+    """Tell whether ``optimizer`` may be stepped in shards: its `step` is torch's, without hooks.
 
-    Returns:
-        None where it was replaced, or has hooks: they are meant for the whole optimizer, which may
-        not be cut in shards then.
+    Whatever else was done to it is meant for the whole of it.
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return None
+        return False
     if any(GLOBAL_STEP_HOOKS):
-        return None
+        return False
     step = vars(optimizer).get("step", type(optimizer).step)
-    step = getattr(step, "__func__", step)
-    while getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim"):
-        if not hasattr(step, "__wrapped__"):
-            return step
-        step = step.__wrapped__  # torch wraps it: for hooks, and in learning-rate schedulers
-    return None
+    function = getattr(step, "__func__", step)
+    while function is not None:  # torch wraps it: for hooks, and in learning-rate schedulers
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.optim"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def share_by_size(parameters: Sequence[Tensor], num_shares: int) -> list[list[int]]:
