@@ -122,13 +122,12 @@ class Executor(ABC):
         modes = [each.training for each in self.modules]
         kind = (type(task), torch.is_grad_enabled(), *modes)
         plan = self._plans.get(kind) or self._first_plan(all(modes))
-        generator = torch.get_rng_state() if plan.quiet else None
-        state = RunState(task, pieces, weights, seed, plan, len(self.devices), owners, only)
-        self._compute(state)
-        if generator is not None and not torch.equal(generator, torch.get_rng_state()):
-            torch.set_rng_state(generator)  # the first draw of such runs: this one is made again
+        args = task, pieces, weights, seed
+        state = RunState(*args, plan, len(self.devices), owners, only)
+        if plan.quiet and not self._compute_quietly(state):  # the first draw: it is made again
             plan = self._plans[kind] = replace(plan, quiet=False)
-            state = RunState(task, pieces, weights, seed, plan, len(self.devices), owners, only)
+            state = RunState(*args, plan, len(self.devices), owners, only)
+        if not plan.quiet:
             self._compute(state)
         if plan.watched:
             can_repeat = only is None and not task.is_backward and current_replica() is None
@@ -136,6 +135,23 @@ class Executor(ABC):
         state.result.sums = state.sums.waiting
         state.result.spans.sort(key=attrgetter("start_s"))
         return state.result
+
+    def _compute_quietly(self, state: RunState) -> bool:
+        """Compute, and tell whether that counts: not where the process's generator has moved.
+
+        It is put back then, and an error may come from numbers that were not the microbatch's.
+        """
+        before = torch.get_rng_state()
+        try:
+            self._compute(state)
+        except Exception:
+            if torch.equal(before, torch.get_rng_state()):
+                raise
+        finally:
+            counts = torch.equal(before, torch.get_rng_state())
+            if not counts:
+                torch.set_rng_state(before)
+        return counts
 
     def _first_plan(self, trains: bool) -> RngPlan:
         """Return how the first run of a kind gets its random numbers."""
@@ -153,7 +169,8 @@ class Executor(ABC):
         """Keep how later runs of a kind get their random numbers, after its first one."""
         plan = state.rng
         is_seen = plan.own or plan.throughout or state.result.drew
-        quiet = can_repeat and self._on_cpu and not is_seen
+        # With several threads, one's `fork_rng` would hide what another draws meanwhile.
+        quiet = can_repeat and self._on_cpu and len(self) == 1 and not is_seen
         self._plans[kind] = replace(plan, watched=False, quiet=quiet)
         warn_of_assigned([name for name in state.assigned if name not in self._warned])
         self._warned |= state.assigned.keys()

@@ -114,8 +114,8 @@ class RngPlan:
 
     Attributes:
         watched: The first run of its kind: a model that moves the process's generators is refused.
-        quiet: The first run has drawn nothing: nothing is looked at but, after each run, the state
-            of the process's generator. A run that has moved it is made again, as the first was.
+        quiet: The first run, on one replica, has drawn nothing: nothing is looked at but, after
+            each run, the state of the process's generator. One that has moved it is made again.
         throughout: Look at every operator, not at calls from Python.
         own: The process computes one microbatch at a time, and no other thread draws meanwhile.
         shared: Several replicas run on one accelerator.
