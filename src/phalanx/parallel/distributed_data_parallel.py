@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -241,8 +241,8 @@ class DistributedDataParallel(DataParallel):
             raise
         if self._in_step():
             self.steps += 1
-        else:
-            self._merge_buffers()
+        if not (self._in_step() and any(each.requires_grad for each in self.parameters())):
+            self._merge_buffers()  # no backward pass will
         return outputs
 
     def _merge_buffers(self) -> None:
@@ -389,7 +389,11 @@ class _RankPasses(_OneRankPasses):
         sums = self._sums or self._owner._rank_reduction_of(executor).begin(self._ranges)
         trained = zlib.crc32(bytes(each.requires_grad for each in executor.parameters))
         sums.send(self._own_sums(result), [trained, self._weight, *self._sizes])
-        statistics = self.merged_statistics()
+        try:
+            statistics = self.merged_statistics()
+        except ConfigError:  # other rows: the next backward pass needs those gradients gone
+            sums.receive()
+            raise
         totals, notes = sums.receive()
         trained_by_rank, weights, *rows = zip(*notes, strict=True)
         self._check([int(sum(each)) for each in rows])
@@ -415,18 +419,6 @@ class _RankPasses(_OneRankPasses):
                 f"{total} in {count} microbatches, but have {_told(have)}. Let "
                 f"`ExactSampler(…, microbatches={count})` deal out the rows."
             )
-
-
-def _check_frozen(frozen: Iterable[Iterable[int]]) -> None:
-    """Refuse parameters that only some ranks train, given the places of the others by rank."""
-    first, *others = map(set, frozen)
-    differing = first.union(*others) - first.intersection(*others)
-    if differing:
-        raise ConfigError(
-            f"All ranks must train the same parameters, but parameter {min(differing)} of "
-            "`module.parameters()` is frozen on some ranks only. Set `requires_grad` alike on all "
-            "ranks."
-        )
 
 
 def _check_trained(trained: Sequence[float]) -> None:
