@@ -407,12 +407,15 @@ def test_ctrl_c_in_the_update_comes_after_it(
             signal.signal(number, handler)
 
 
-def test_ctrl_c_in_a_microbatch_comes_after_it() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+def test_ctrl_c_in_a_microbatch_comes_after_it(number: int, request: pytest.FixtureRequest) -> None:
+    before = signal.signal(number, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(number, before))
     finished = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         if not finished:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         finished.append(outputs)
         return {1: nn.functional.mse_loss(outputs, targets)}[len(finished)]  # the second fails
 
@@ -431,6 +434,5 @@ def test_a_second_ctrl_c_in_a_microbatch_comes_at_once() -> None:
         trainer.step(batches()[0])
 
 
-def trainer_inline(loss: Callable[[Tensor, Tensor], Tensor]) -> phalanx.Trainer:
-    sgd = torch.optim.SGD
-    return phalanx.Trainer(nn.Linear(5, 3), loss, sgd, microbatches=2, executor="inline")
+def trainer_inline(fn: Callable[[Tensor, Tensor], Tensor]) -> phalanx.Trainer:
+    return phalanx.Trainer(nn.Linear(5, 3), fn, torch.optim.SGD, microbatches=2, executor="inline")

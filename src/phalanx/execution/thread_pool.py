@@ -218,15 +218,15 @@ class CallerThread:
         self.closed = False
 
     def each(self, task: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
-        """Run ``task`` for each index here and now; a Ctrl-C arrives after all.
+        """Run ``task`` for each index here and now; Ctrl-C and other signals arrive after all.
 
-        In the middle of one it might leave a mode of torch's behind. A second one does not wait, as
-        where threads do the work.
+        In the middle of one they might leave a mode of torch's behind. A second one of a kind does
+        not wait, as where threads do the work.
 
         Args:
-            uninterrupted: Other signals arrive after it, too, and so does a second Ctrl-C.
+            uninterrupted: A second one waits, too.
         """
-        held = signals_held(_SIGNALS if uninterrupted else _SIGNALS[:1], second=uninterrupted)
+        held = signals_held(second=uninterrupted)
         with held, autocast_off(self._devices), caller_intra_op(self._intra_op):
             return [task(index) for index in range(len(self._devices))]
 
