@@ -19,7 +19,6 @@ from phalanx.replicas import (
     RngPlan,
     callers_streams,
     check_replicable,
-    current_replica,
     current_streams,
     has_compiled,
     has_fused_evaluation,
@@ -122,36 +121,13 @@ class Executor(ABC):
         modes = [each.training for each in self.modules]
         kind = (type(task), torch.is_grad_enabled(), *modes)
         plan = self._plans.get(kind) or self._first_plan(all(modes))
-        args = task, pieces, weights, seed
-        state = RunState(*args, plan, len(self.devices), owners, only)
-        if plan.quiet and not self._compute_quietly(state):  # the first draw: it is made again
-            plan = self._plans[kind] = replace(plan, quiet=False)
-            state = RunState(*args, plan, len(self.devices), owners, only)
-        if not plan.quiet:
-            self._compute(state)
+        state = RunState(task, pieces, weights, seed, plan, len(self.devices), owners, only)
+        self._compute(state)
         if plan.watched:
-            can_repeat = only is None and not task.is_backward and current_replica() is None
-            self._keep_plan(kind, state, can_repeat)
+            self._keep_plan(kind, state)
         state.result.sums = state.sums.waiting
         state.result.spans.sort(key=attrgetter("start_s"))
         return state.result
-
-    def _compute_quietly(self, state: RunState) -> bool:
-        """Compute, and tell whether that counts: not where the process's generator has moved.
-
-        It is put back then, and an error may come from numbers that were not the microbatch's.
-        """
-        before = torch.get_rng_state()
-        try:
-            self._compute(state)
-        except Exception:
-            if torch.equal(before, torch.get_rng_state()):
-                raise
-        finally:
-            counts = torch.equal(before, torch.get_rng_state())
-            if not counts:
-                torch.set_rng_state(before)
-        return counts
 
     def _first_plan(self, trains: bool) -> RngPlan:
         """Return how the first run of a kind gets its random numbers."""
@@ -165,13 +141,9 @@ class Executor(ABC):
             shared=any(d.type != "cpu" and self.devices.count(d) > 1 for d in self.devices),
         )
 
-    def _keep_plan(self, kind: object, state: RunState, can_repeat: bool) -> None:
+    def _keep_plan(self, kind: object, state: RunState) -> None:
         """Keep how later runs of a kind get their random numbers, after its first one."""
-        plan = state.rng
-        is_seen = plan.own or plan.throughout or state.result.drew
-        # With several threads, one's `fork_rng` would hide what another draws meanwhile.
-        quiet = can_repeat and self._on_cpu and len(self) == 1 and not is_seen
-        self._plans[kind] = replace(plan, watched=False, quiet=quiet)
+        self._plans[kind] = replace(state.rng, watched=False)
         warn_of_assigned([name for name in state.assigned if name not in self._warned])
         self._warned |= state.assigned.keys()
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from phalanx.plan import Node, SummationTree
 from phalanx.replicas import (
     MicrobatchRng,
-    NoRng,
     ProcessRng,
     Replica,
     RngPlan,
@@ -46,7 +45,7 @@ class MicrobatchContext:
     replica: Replica
     index: int
     batch: Nested
-    rng: MicrobatchRng | ProcessRng | NoRng
+    rng: MicrobatchRng | ProcessRng
     waiting: Mapping[Node, PartialSum | None] = field(default_factory=dict)
 
 

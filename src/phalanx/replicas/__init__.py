@@ -29,7 +29,6 @@ from phalanx.replicas.modes import (
 from phalanx.replicas.replica import Replica, check_replicable
 from phalanx.replicas.rng import (
     MicrobatchRng,
-    NoRng,
     ProcessRng,
     RngPlan,
     advance_process_generator,

@@ -1,7 +1,6 @@
 """The random numbers of one microbatch, in `forward` and `backward`.
 
-    RngPlan ──► NoRng while nothing draws, or
-            ──► ProcessRng seeds the generator of a process of one replica, or
+    RngPlan ──► ProcessRng seeds the generator of a process of one replica, or
             ──► MicrobatchRng sees every call of torch's functions from Python, and enters
                 ──► RngMode around those that may draw: it sees every operator and gives it the
                     microbatch's generator
@@ -114,35 +113,21 @@ class RngPlan:
 
     Attributes:
         watched: The first run of its kind: a model that moves the process's generators is refused.
-        quiet: The first run, on one replica, has drawn nothing: nothing is looked at but, after
-            each run, the state of the process's generator. One that has moved it is made again.
         throughout: Look at every operator, not at calls from Python.
         own: The process computes one microbatch at a time, and no other thread draws meanwhile.
         shared: Several replicas run on one accelerator.
     """
 
     watched: bool = False
-    quiet: bool = False
     throughout: bool = False
     own: bool = False
     shared: bool = False
 
-    def microbatch(self, *path: int) -> MicrobatchRng | ProcessRng | NoRng:
+    def microbatch(self, *path: int) -> MicrobatchRng | ProcessRng:
         """Return the random numbers that belong to ``path``: (seed, step, microbatch)."""
-        if self.quiet:
-            return _NO_RNG
         if self.own and not self.watched and not self.throughout:
             return ProcessRng(derive_seed(*path))
         return MicrobatchRng(path, self)
-
-
-class NoRng(contextlib.nullcontext[None]):
-    """Random numbers of a microbatch that draws none."""
-
-    used = False
-
-
-_NO_RNG = NoRng()
 
 
 class ProcessRng:
@@ -236,9 +221,7 @@ class MicrobatchRng(TorchFunctionMode):
         if not may_call_draw(func) or not _call_draws(func, args, kwargs):
             return func(*args, **kwargs)
         first = args[0] if args else None
-        # It draws where its first tensor is, and runs nothing of the user's.
-        is_one_draw = func in _CALLS_DRAW_ONLY_WITH or not isinstance(func, FunctionType)
-        if isinstance(first, Tensor) and first.device.type != "cpu" and is_one_draw:
+        if isinstance(first, Tensor) and first.device.type != "cpu" and _is_one_draw(func):
             with self.mode.lending(first.device):
                 if func in RECURRENT:
                     return run_layer_by_layer(func, args)
@@ -366,6 +349,11 @@ def run_layer_by_layer(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple
     return (values, *[torch.cat(ends) for ends in zip(*last, strict=True)])
 
 
+def _is_one_draw(func: Any) -> bool:
+    """Tell whether a function draws where its first tensor is, and runs nothing of the user's."""
+    return func in _CALLS_DRAW_ONLY_WITH or not isinstance(func, FunctionType)
+
+
 def _call_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a function that may draw does so with these arguments."""
     return all(
@@ -397,4 +385,6 @@ def _is_tagged(overload: Any) -> bool:
 def is_drawing_operator(name: str) -> bool:
     """Tell whether an operator of this name draws."""
     packet = getattr(torch.ops.aten, name, None)
-    return isinstance(packet, _PACKET) and may_call_draw(packet)
+    return isinstance(packet, _PACKET) and any(
+        _DRAWS in getattr(packet, overload).tags for overload in packet.overloads()
+    )
