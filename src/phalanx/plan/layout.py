@@ -105,7 +105,7 @@ class Rows:
         for place, (leaf, path) in enumerate(zip(self._leaves, paths, strict=True)):
             is_array = isinstance(leaf, _ARRAYS) and leaf.ndim > 0
             dim = layout.dim if is_array else None
-            if is_array or type(leaf) in (list, tuple):
+            if layout.dims and (is_array or type(leaf) in (list, tuple)):
                 dim = layout.dim_of(path, dim)
             self.dims.append(dim)
             if dim is None:

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -196,16 +197,17 @@ def hold_caller_at_one_thread(owner: object) -> Callable[[], object]:
     return weakref.finalize(owner, _holders.leave)
 
 
+@dataclass
 class caller_intra_op:
     """Run the body with ``count`` threads inside the caller's operators, then restore it."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    count: int
+    _before: int = 0
 
     def __enter__(self) -> None:
         self._before = torch.get_num_threads()
-        if self._before != self._count:
-            torch.set_num_threads(self._count)
+        if self._before != self.count:
+            torch.set_num_threads(self.count)
 
     def __exit__(self, *_: object) -> None:
         if torch.get_num_threads() != self._before:
