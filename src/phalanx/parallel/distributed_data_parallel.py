@@ -239,9 +239,9 @@ class DistributedDataParallel(DataParallel):
         except BaseException:
             self._unmerged = None
             raise
-        if self._in_step():
-            self.steps += 1
-        if not (self._in_step() and any(each.requires_grad for each in self.parameters())):
+        is_step = self._in_step()
+        self.steps += is_step
+        if not is_step or not any(each.requires_grad for each in self.parameters()):
             self._merge_buffers()  # no backward pass will
         return outputs
 
