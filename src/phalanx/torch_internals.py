@@ -57,8 +57,8 @@ GLOBAL_STEP_HOOKS: tuple[Any, Any] = (_global_optimizer_pre_hooks, _global_optim
 foreach_add: Callable[..., Any] = torch._foreach_add_
 """Add the tensors of one list to those of another, in one call."""
 
-foreach_div: Callable[..., Any] = torch._foreach_div
-"""Divide the tensors of a list by numbers, in one call; return the quotients."""
+foreach_div: Callable[..., Any] = torch._foreach_div_
+"""Divide the tensors of a list by numbers, in one call."""
 
 foreach_mul: Callable[..., Any] = torch._foreach_mul_
 """Multiply the tensors of a list by one number, in one call."""

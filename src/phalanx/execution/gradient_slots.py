@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.ipc import aligned, fail_point
-from phalanx.memory import SharedMemoryPool, copy_to
+from phalanx.memory import SharedMemoryPool, copy_to, dense_strides
 from phalanx.torch_internals import foreach_copy
 
 _MOVED_BYTES = 1 << 20  # a hook takes 13 µs, which counts beside the copy of a smaller gradient
@@ -28,7 +28,7 @@ class GradientSlot:
 
     Attributes:
         start: Where it begins in the pool.
-        gradients: By parameter, in memory order.
+        gradients: By parameter, laid out as it.
     """
 
     start: int
@@ -44,7 +44,7 @@ class GradientSlots:
     """The slots of an executor, made when none is free.
 
     Args:
-        parameters: In whose order gradients lie in a slot.
+        parameters: In whose order gradients lie in a slot, each laid out as its parameter.
         pool: Where slots lie.
     """
 
@@ -56,18 +56,20 @@ class GradientSlots:
         # Of slots that were collected. Only C runs then: a Ctrl-C in Python would be ignored there.
         self._gone: deque[weakref.ref[GradientSlot]] = deque()
         self._nbytes = 0
-        self._places: list[tuple[torch.dtype, int, int]] = []  # how many from where on
+        self._parameters = parameters
+        self._starts: list[int] = []
         for parameter in parameters:
-            self._places.append((parameter.dtype, parameter.numel(), self._nbytes))
+            self._starts.append(self._nbytes)
             self._nbytes += aligned(parameter.nbytes)
 
     def at(self, start: int) -> GradientSlot:
         """Return the slot that begins there in the pool."""
-        places = [(dtype, count, start + offset) for dtype, count, offset in self._places]
-        gradients = [
-            self._pool.tensor(*each) if each[1] else torch.empty(0, dtype=each[0], device="cpu")
-            for each in places
-        ]
+        gradients = []
+        for like, offset in zip(self._parameters, self._starts, strict=True):
+            flat = torch.empty(0, dtype=like.dtype, device="cpu")
+            if like.numel():
+                flat = self._pool.tensor(like.dtype, like.numel(), start + offset)
+            gradients.append(flat.as_strided(like.shape, dense_strides(like)))
         return GradientSlot(start, gradients)
 
     def allocate(self) -> GradientSlot:
@@ -108,17 +110,17 @@ class SlotWriter:
         gradient = leaf.grad
         if target is None or gradient is None or gradient.requires_grad:
             return
-        if gradient.stride() == leaf.stride() and gradient.dtype == target.dtype:
-            own = target.as_strided(leaf.shape, leaf.stride())
-            if own.data_ptr() != gradient.data_ptr():  # else more was added to it
-                copy_to(gradient, own)
-                leaf.grad = own
+        is_there = gradient.data_ptr() == target.data_ptr()  # and more was added to it
+        is_alike = gradient.stride() == target.stride() and gradient.dtype == target.dtype
+        if is_alike and not is_there:
+            copy_to(gradient, target)
+            leaf.grad = target
 
     def finish(self, gradients: Sequence[Tensor | None]) -> list[bool]:
         """Write the gradients that are not in the slot yet; return which parameters have got one.
 
         Args:
-            gradients: By parameter, in memory order.
+            gradients: By parameter, laid out as it.
         """
         if self._slot is not None:
             pairs = [

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from phalanx.distributed import Exchange
 from phalanx.errors import StateError
 from phalanx.execution.run import Gradients, PartialSum, TreeSums, add_nodes, nodes_of
+from phalanx.memory import dense_strides
 from phalanx.plan import Node
 from phalanx.torch_internals import foreach_copy
 
@@ -133,7 +134,7 @@ class RankSums:
 
         Args:
             place: Of a large gradient.
-            gradient: 1-D in memory order. Autograd may still read it, so it is not written to.
+            gradient: Laid out as its parameter; autograd may still read it: it is not written to.
                 None: the microbatch has none.
             leaf: The microbatch.
             waiting: The sums of the others; those of this gradient are taken out of them.
@@ -188,8 +189,7 @@ class RankSums:
         """Return the sums of all ranks' gradients, and their notes.
 
         Returns:
-            Sums by parameter, 1-D in memory order, None where no rank has a gradient; notes by
-            rank.
+            Sums by parameter, laid out as it, None where no rank has a gradient; notes by rank.
         """
         for trip in self._trips:
             trip.add(self._num_leaves)
@@ -293,6 +293,7 @@ class _Bucket:
         self.dtype = likes[places[0]].dtype
         self.device = likes[places[0]].device
         self._sizes = [likes[place].numel() for place in places]
+        self._layouts = [(likes[place].shape, dense_strides(likes[place])) for place in places]
         unit = _ALIGNMENT // self.dtype.itemsize
         *self._starts, stop = accumulate(
             (-(-size // unit) * unit for size in self._sizes), initial=0
@@ -307,7 +308,7 @@ class _Bucket:
         if len(self.places) == 1:
             first = gradients[self.places[0]]
             if first is not None:
-                return first
+                return first.as_strided((first.numel(),), (1,))
             flat = flat[: self._sizes[0]]  # as long as another rank's gradient
         self.write(gradients, flat)
         return flat
@@ -328,8 +329,9 @@ class _Bucket:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return the gradients in ``flat``."""
-        pairs = zip(self._starts, self._sizes, strict=True)
-        return [flat.narrow(0, start, size) for start, size in pairs]
+        first = flat.storage_offset()
+        places = zip(self._layouts, self._starts, strict=True)
+        return [flat.as_strided(*layout, first + start) for layout, start in places]
 
     def write(self, gradients: Gradients, flat: Tensor) -> None:
         """Write these gradients into the bucket ``flat``."""

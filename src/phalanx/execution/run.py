@@ -27,7 +27,7 @@ from phalanx.torch_internals import foreach_add
 from phalanx.types import Nested
 
 T = TypeVar("T")
-Gradients = list[Tensor | None]  # by parameter, 1-D in memory order
+Gradients = list[Tensor | None]  # by parameter, dense and laid out as it
 
 
 @dataclass(kw_only=True, slots=True)

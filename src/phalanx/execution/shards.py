@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from phalanx.execution.run import Gradients, PartialSum, add_gradients
-from phalanx.memory import dense_strides, refuse_overlap
+from phalanx.memory import refuse_overlap
 
 # Private: torch has no public way to ask whether hooks for all optimizers are registered.
 from phalanx.torch_internals import GLOBAL_STEP_HOOKS, foreach_mul
@@ -55,7 +55,6 @@ class Shards:
             for parameter in group
         }
         refuse_overlap([each for group in groups for each in group])
-        self._strides = {place: dense_strides(parameters[place]) for place in self._group_of}
         places = sorted(self._group_of)
         shares = share_by_size([parameters[place] for place in places], num_shards)
         self._shares = [[places[index] for index in share] for share in shares]
@@ -139,10 +138,7 @@ class Shards:
         if present := [each for each in gradients if each is not None]:
             foreach_mul(present, scale)
         for place in places:
-            parameter, gradient = self._parameters[place], self._left[place]
-            if gradient is not None:
-                gradient = gradient.as_strided(parameter.shape, self._strides[place])
-            parameter.grad = gradient
+            self._parameters[place].grad = self._left[place]
         if places:
             optimizer.step()
         for place in places:

@@ -110,7 +110,7 @@ class ThreadExecutor(Executor):
         """Make the last addition of a run, every thread for some of the parameters.
 
         Returns:
-            By parameter, in memory order; the caller alone holds their memory.
+            By parameter, laid out as it; the caller alone holds their memory.
         """
         nothing: Gradients = [None] * len(self.parameters)
         left, *right = [each.gradients for each in result.operands] or [nothing]

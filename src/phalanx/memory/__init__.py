@@ -6,8 +6,8 @@ from phalanx.memory.blocks import (
     copy_to,
     dense_strides,
     has_memory,
-    in_memory_order,
     is_expanded,
+    laid_out_as,
     refuse_overlap,
 )
 from phalanx.memory.shared_memory_pool import (

@@ -56,13 +56,13 @@ def dense_strides(like: Tensor) -> tuple[int, ...]:
     return torch.empty_like(like, device="meta").stride()
 
 
-def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
-    """Return ``gradient`` as one run of elements, in the order in which ``like`` lies in memory."""
+def laid_out_as(like: Tensor, gradient: Tensor) -> Tensor:
+    """Return ``gradient`` dense, in the order in which ``like`` lies in memory."""
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
     if gradient.stride() != like.stride() or gradient.dtype != like.dtype:
         gradient = torch.empty_like(like).copy_(gradient)
-    return gradient.as_strided((gradient.numel(),), (1,))
+    return gradient
 
 
 def copy_to(source: Tensor, target: Tensor) -> None:

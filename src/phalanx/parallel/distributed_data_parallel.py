@@ -27,7 +27,7 @@ from phalanx.execution import (
     add_statistics,
     describe_rank,
 )
-from phalanx.memory import in_memory_order
+from phalanx.memory import laid_out_as
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.graph import Passes, RunPart, reached_leaves
 from phalanx.plan import (
@@ -366,8 +366,8 @@ class _RankPasses(_OneRankPasses):
 
         def put(place: int, leaf: Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
-            flat = None if gradient is None else in_memory_order(gradient, leaf)
-            sums.put(place, flat, Node(0, context.index), context.waiting)
+            gradient = None if gradient is None else laid_out_as(leaf, gradient)
+            sums.put(place, gradient, Node(0, context.index), context.waiting)
 
         hooks = ExitStack()
         for place in reduction.large:

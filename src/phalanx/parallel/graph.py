@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from phalanx.errors import StateError, UnsupportedError
 from phalanx.execution import Gradients, MicrobatchContext, RunResult, Task, ThreadExecutor
-from phalanx.memory import dense_strides
 from phalanx.plan import copy_rows, flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
@@ -311,10 +310,7 @@ class _Node:
         sums = self.passes.add_gradients(self.executor, result)
         for parameter, total in zip(self.executor.parameters, sums, strict=True):
             if id(parameter) in self.trainable:
-                strides = dense_strides(parameter)
-                gradients.append(
-                    None if total is None else total.as_strided(parameter.shape, strides)
-                )
+                gradients.append(total)
         return gradients
 
 

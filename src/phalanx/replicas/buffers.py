@@ -8,6 +8,7 @@ all with ``buffers="first"`` of a container, are as the first microbatch left th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from phalanx.errors import UnsupportedError
 from phalanx.memory import is_expanded
 from phalanx.torch_internals import foreach_add, foreach_copy, foreach_div, foreach_mul
+
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass
@@ -69,22 +72,18 @@ def check_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
 
 def write_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
     """Write the merged statistics into ``buffers``, in place."""
-    means = {name: each for name, each in merged.items() if each.is_mean}
+    means = [each for each in merged.values() if each.is_mean]
+    if means:
+        foreach_div([each.value for each in means], [each.weight for each in means])
     with torch.no_grad():
-        if means:
-            values = [each.value for each in means.values()]
-            found = foreach_div(values, [each.weight for each in means.values()])
-            _copy_all([buffers[name] for name in means], found)
-        for name in merged.keys() - means.keys():
-            buffers[name].copy_(merged[name].value)
+        _copy_all([buffers[name] for name in merged], [each.value for each in merged.values()])
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors to tensors, in one call for each kind: an accelerator waits for calls."""
     groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        kind = target.dtype, source.dtype, target.device, source.device
-        own, theirs = groups.setdefault(kind, ([], []))
+        own, theirs = groups.setdefault((target.dtype, source.dtype), ([], []))
         own.append(target)
         theirs.append(source)
     for own, theirs in groups.values():
@@ -133,8 +132,10 @@ class ReplicaBuffers:
         """Let the next microbatch begin with the buffers of the source."""
         stale = [each for each in self._buffers if not each.is_current()]
         if stale:
-            sources = [each.source.detach() for each in stale]
-            with torch.inference_mode(False):  # a copy made under it could not be written later
+            sources = [_detached(each.source) for each in stale]
+            # A copy that was made in inference mode could not be written later.
+            infers = torch.is_inference_mode_enabled()
+            with torch.inference_mode(False) if infers else _NOTHING:
                 copies = [torch.empty_like(each, device=self._device) for each in sources]
                 _copy_all(copies, sources)
             for buffer, own in zip(stale, copies, strict=True):
@@ -148,22 +149,20 @@ class ReplicaBuffers:
     def collect(self, weight: float) -> Statistics:
         """Return what a microbatch that stands for ``weight`` has written."""
         written = [each for each in self._buffers if each.is_written()]
-        values = [each.written_value() for each in written]
-        found = [self._statistic(value, weight) for value in values]
-        _copy_all([each.value for each in found], values)
-        means = [each.value for each in found if each.is_mean]
-        if means:
-            foreach_mul(means, weight)
+        found, values, sums = {}, [], []
         for buffer in written:
-            buffer.own = None
-        return {each.name: statistic for each, statistic in zip(written, found, strict=True)}
-
-    def _statistic(self, value: Tensor, weight: float) -> Statistic:
-        """Return the statistic of a microbatch that left ``value``, with memory for it."""
-        is_mean = self._averages and (value.is_floating_point() or value.is_complex())
-        wide = torch.complex128 if value.is_complex() else torch.float64
-        own = torch.empty_like(value, dtype=wide if is_mean else None)
-        return Statistic(own, weight, is_mean)
+            value = buffer.take()
+            is_mean = self._averages and (value.is_floating_point() or value.is_complex())
+            if is_mean:
+                wide = torch.complex128 if value.is_complex() else torch.float64
+                values.append(value)
+                value = torch.empty_like(value, dtype=wide)
+                sums.append(value)
+            found[buffer.name] = Statistic(value, weight, is_mean)
+        if sums:
+            _copy_all(sums, values)
+            foreach_mul(sums, weight)
+        return found
 
 
 class _Buffer:
@@ -225,8 +224,13 @@ class _Buffer:
         """Tell whether torch has noticed that the copy was written to or replaced."""
         return now is not None and (now is not self.own or now._version != self._versions[1])
 
-    def written_value(self) -> Tensor:
-        """Return what a microbatch has left, on the source's device."""
-        now = self._now()
+    def take(self) -> Tensor:
+        """Return what a microbatch has left, on the source's device, in separate memory."""
+        now, own, self.own = self._now(), self.own, None
         assert now is not None
-        return now.detach().to(self.source.device)
+        left = _detached(now).to(self.source.device)
+        return left if now is own else left.clone()  # the model may hold what it has assigned
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.memory import has_memory, in_memory_order
+from phalanx.memory import has_memory, laid_out_as
 from phalanx.replicas.buffers import ReplicaBuffers
 from phalanx.replicas.compiling import has_compiled
 from phalanx.replicas.shell import Shell, alias_of
@@ -125,7 +125,7 @@ class Replica:
             self.buffers.start()
 
     def pop_gradients(self) -> list[Tensor | None]:
-        """Return and forget all gradients, in memory order, on the source's device.
+        """Return and forget all gradients, laid out as the parameters, on the source's device.
 
         They have the order of the executor's parameters, with None for parameters of other replicas
         and those without a gradient. No two of them share memory.
@@ -135,13 +135,13 @@ class Replica:
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                gradient = in_memory_order(gradient, parameter)
+                gradient = laid_out_as(parameter, gradient)
                 if home is not original:
                     device = original.device
                     gradient = gradient.to(device, non_blocking=device.type != "cpu")
                 gradients[place] = gradient
         for place, other in self._caught.items():
-            more = in_memory_order(other, self._source_gradients.parameters[place])
+            more = laid_out_as(self._source_gradients.parameters[place], other)
             own = gradients[place]
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
         self._caught.clear()

@@ -9,7 +9,7 @@ import torch
 from phalanx.memory import (
     all_finite,
     copy_to,
-    in_memory_order,
+    laid_out_as,
 )
 from tests.unit.memory.numbers import DTYPES, drawn
 
@@ -60,7 +60,7 @@ def test_integers_and_nothing_are_finite(needs_compiled, numbers):
 
 
 @pytest.mark.parametrize("layout", ["sparse", "transposed", "other dtype"])
-def test_gradients_come_in_the_parameters_order(layout: str) -> None:
+def test_gradients_are_laid_out_as_their_parameter(layout: str) -> None:
     like = torch.zeros(3, 4)
     plain = torch.arange(12.0).view(3, 4)
     gradient = {
@@ -68,4 +68,6 @@ def test_gradients_come_in_the_parameters_order(layout: str) -> None:
         "transposed": plain.t().contiguous().t(),
         "other dtype": plain.to(torch.float64),
     }[layout]
-    assert torch.equal(in_memory_order(gradient, like), torch.arange(12.0))
+    found = laid_out_as(like, gradient)
+    assert torch.equal(found, plain.float())
+    assert found.stride() == like.stride()
