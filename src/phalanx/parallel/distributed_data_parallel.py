@@ -331,15 +331,19 @@ class _RankPasses(_OneRankPasses):
         return {}
 
     def merged_statistics(self) -> Statistics:
-        """Return what all ranks have left in the buffers, the first time."""
+        """Return what all ranks have left in the buffers, without a backward pass."""
+        told = self._gather_unmerged()
+        self._check([sum(each) for each in zip(*(each.about for each in told), strict=True)])
+        return add_statistics(told, len(self._sizes))
+
+    def _gather_unmerged(self) -> list[RankMessage]:
+        """Return what each rank has left in the buffers; the second time, nothing."""
         if self._owner._unmerged is not self:
-            return {}
+            return []
         self._owner._unmerged = None
         message = RankMessage.of(self._sizes, [], self._unmerged)
         gathered = self._exchange.gather(message.to_bytes(), "merge buffers")
-        told = [RankMessage.from_bytes(each) for each in gathered]
-        self._check([sum(each) for each in zip(*(each.about for each in told), strict=True)])
-        return add_statistics(told, len(self._sizes))
+        return [RankMessage.from_bytes(each) for each in gathered]
 
     def _own_sums(self, result: RunResult) -> Mapping[Node, PartialSum | None]:
         return result.sums if any(self._sizes) else {}  # an empty share has run once, for nothing
@@ -389,16 +393,12 @@ class _RankPasses(_OneRankPasses):
         sums = self._sums or self._owner._rank_reduction_of(executor).begin(self._ranges)
         trained = zlib.crc32(bytes(each.requires_grad for each in executor.parameters))
         sums.send(self._own_sums(result), [trained, self._weight, *self._sizes])
-        try:
-            statistics = self.merged_statistics()
-        except ConfigError:  # other rows: the next backward pass needs those gradients gone
-            sums.receive()
-            raise
+        told = self._gather_unmerged()
         totals, notes = sums.receive()
         trained_by_rank, weights, *rows = zip(*notes, strict=True)
         self._check([int(sum(each)) for each in rows])
         _check_trained(trained_by_rank)
-        self._owner._write_buffers(statistics)
+        self._owner._write_buffers(add_statistics(told, len(self._sizes)))
         return self._weighted(totals, sum(weights))
 
     def _check(self, rows: Sequence[int]) -> None:
