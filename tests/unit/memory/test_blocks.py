@@ -65,4 +65,5 @@ def test_gradients_are_laid_out_as_their_parameter(layout: str) -> None:
         "other dtype": plain.to(torch.float64),
     }[layout]
     found = laid_out_as(like, gradient)
-    assert torch.equal(found, plain) and found.stride() == like.stride()
+    assert torch.equal(found, plain)
+    assert found.stride() == like.stride()
