@@ -235,6 +235,39 @@ def test_momentum_may_begin_later_for_some_parameters() -> None:
         torch.testing.assert_close(ours, theirs.detach())
 
 
+def trained_with_another_layout(executor: Any, replicas: int, *, changes: bool = True) -> Tensor:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten()).double()
+    batch = torch.randn(8, 3, 4, 4).double(), torch.randn(8, 20).double()
+    with phalanx.Trainer(
+        net, nn.MSELoss(), optim.AdamW, executor=executor, replicas=replicas
+    ) as trainer:
+        for step in range(STEPS):
+            if step == CHANGED and changes:
+                net.to(memory_format=torch.channels_last)
+                trainer.refresh()
+            trainer.step(batch)
+    return net[0].weight.detach().contiguous()
+
+
+@pytest.mark.parametrize(("world", "n"), EXECUTOR_WORLDS)
+def test_weights_may_be_laid_out_anew(world: World, n: int) -> None:
+    expected = trained_with_another_layout("inline", 1, changes=False)
+    for found in world.run(trained_with_another_layout, n):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_large_sparse_gradient_comes_from_a_worker_process() -> None:
+    found = []
+    for executor in ("inline", "processes"):
+        torch.manual_seed(0)
+        net = nn.Embedding(2048, 128, sparse=True)
+        with phalanx.Trainer(net, nn.MSELoss(), optim.SGD, executor=executor) as trainer:
+            trainer.step((torch.arange(8), torch.ones(8, 128)))
+        found.append(net.weight.detach().clone())
+    assert torch.equal(*found)
+
+
 def step_all_in_elastic_ranks(
     parent: Parent, rank: int, size: int, port: int, folder: Path
 ) -> None:

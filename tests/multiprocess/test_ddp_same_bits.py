@@ -280,7 +280,8 @@ def accumulate(rank: int) -> str:
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = MLP.build()
+        norm = nn.BatchNorm1d(CLASSES)  # which counts the computation in the backward pass, too
+        self.inner = nn.Sequential(MLP.build(), norm)
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, use_reentrant=False)
@@ -307,11 +308,23 @@ def one_step(rank: int, kind: str) -> str:
     net: Any = NETS.get(kind, MLP.build)()
     if kind == "compiled":
         net = torch.compile(net, backend="aot_eager")
-    model = DistributedDataParallel(net)
-    inputs, targets = (each[own_rows(rank, 8, 4)] for each in vector_batch(8))
+    model = DistributedDataParallel(net, 2)
+    inputs, targets = (each[own_rows(rank, 8, 2)] for each in vector_batch(8))
     with torch.autocast("cpu", enabled=kind == "autocast"):
         MLP.loss(model(inputs), targets).backward()
     adamw(model.parameters()).step()
+    return hash_of(model)
+
+
+def lay_weights_out_anew(rank: int) -> str:
+    model = DistributedDataParallel(CNN_NORM.build(), 2, bucket_cap_mb=1e-4)
+    for step in range(STEPS):
+        if step == 2:
+            model.to(memory_format=torch.channels_last)
+        inputs, targets = (each[own_rows(rank, 8, 2)] for each in image_batch(8, seed=step))
+        CNN_NORM.loss(model(inputs), targets).backward()
+        adamw(model.parameters()).step()
+        model.zero_grad()
     return hash_of(model)
 
 
@@ -367,6 +380,7 @@ def weigh_two_passes(rank: int) -> str:
 
 LOOPS = [
     pytest.param(train_a_part, (), id="partly in evaluation"),
+    pytest.param(lay_weights_out_anew, (), id="weights laid out anew"),
     pytest.param(train_recurrent, (), id="rows along dim 1"),
     pytest.param(weigh_two_passes, (), id="two passes, one weight"),
     pytest.param(accumulate, (), id="accumulation"),

@@ -110,9 +110,8 @@ class SlotWriter:
         gradient = leaf.grad
         if target is None or gradient is None or gradient.requires_grad:
             return
-        is_there = gradient.data_ptr() == target.data_ptr()  # and more was added to it
         is_alike = gradient.stride() == target.stride() and gradient.dtype == target.dtype
-        if is_alike and not is_there:
+        if is_alike and gradient.data_ptr() != target.data_ptr():  # else more was added to it
             copy_to(gradient, target)
             leaf.grad = target
 

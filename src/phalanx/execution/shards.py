@@ -200,6 +200,10 @@ def _is_fusible(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> boo
     """
     if type(optimizer) not in _FUSED_ON_CPU:
         return False
+    states = [(p, each) for p in parameters for each in optimizer.state.get(p, {}).values()]
+    alike = [(p, x) for p, x in states if isinstance(x, Tensor) and x.shape == p.shape]
+    if any(p.stride() != each.stride() for p, each in alike):
+        return False  # the kernels take the elements as they lie
     # SGD: torch 2.13's kernel computes short floats wrongly.
     least = 4 if type(optimizer) is SGD else 1
     return all(

@@ -81,6 +81,7 @@ class ThreadExecutor(Executor):
         ]
         self._sources = list(dict.fromkeys(sources))
         self._copied = [each for each in self._sources if each.copies]
+        self._is_outdated = False
         self.one_run = threading.RLock()
         compiled = any(map(has_compiled, dict.fromkeys(self.modules)))
         self._compile_once = CompileOnce(self.modules) if compiled else None
@@ -94,7 +95,8 @@ class ThreadExecutor(Executor):
         """Let the next runs see assigned attributes; False where the parameters are others."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
-        changed = [each for each in self._sources if not each.fingerprint.is_current()]
+        outdated, self._is_outdated = self._is_outdated, False
+        changed = [each for each in self._sources if outdated or not each.fingerprint.is_current()]
         if changed and addresses_of(parameters_of(self.modules)) != self._addresses:
             return False
         for each in changed:
@@ -103,8 +105,7 @@ class ThreadExecutor(Executor):
 
     def refresh(self) -> None:
         """Let the next run see everything that the module holds by then."""
-        for each in self._sources:
-            each.outdate_shells()
+        self._is_outdated = True
 
     def sum_operands(self, result: RunResult) -> Gradients:
         """Make the last addition of a run, every thread for some of the parameters.

@@ -260,8 +260,8 @@ class DistributedDataParallel(DataParallel):
         return (_OneRankPasses if self._exchange.size == 1 else _RankPasses)(self, sizes)
 
     def _rank_reduction_of(self, executor: ThreadExecutor) -> RankReduction:
-        """Return the exchange of the gradients that are trained now."""
-        trained = [(id(each), each.requires_grad) for each in executor.parameters]
+        """Return the exchange of the gradients that are trained now, as they lie in memory now."""
+        trained = [(id(each), each.requires_grad, each.stride()) for each in executor.parameters]
         if self._rank_reduction is None or self._rank_reduction[0] != trained:
             self._rank_reduction = (
                 trained,

@@ -149,19 +149,19 @@ class ReplicaBuffers:
     def collect(self, weight: float) -> Statistics:
         """Return what a microbatch that stands for ``weight`` has written."""
         written = [each for each in self._buffers if each.is_written()]
-        found, values, sums = {}, [], []
+        found: Statistics = {}
+        values = []
         for buffer in written:
             value = buffer.take()
             is_mean = self._averages and (value.is_floating_point() or value.is_complex())
-            if is_mean:
-                wide = torch.complex128 if value.is_complex() else torch.float64
-                values.append(value)
-                value = torch.empty_like(value, dtype=wide)
-                sums.append(value)
-            found[buffer.name] = Statistic(value, weight, is_mean)
-        if sums:
-            _copy_all(sums, values)
-            foreach_mul(sums, weight)
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            own = torch.empty_like(value, dtype=wide if is_mean else None)
+            found[buffer.name] = Statistic(own, weight, is_mean)
+            values.append(value)
+        _copy_all([each.value for each in found.values()], values)
+        means = [each.value for each in found.values() if each.is_mean]
+        if means:
+            foreach_mul(means, weight)
         return found
 
 
@@ -225,11 +225,11 @@ class _Buffer:
         return now is not None and (now is not self.own or now._version != self._versions[1])
 
     def take(self) -> Tensor:
-        """Return what a microbatch has left, on the source's device, in separate memory."""
-        now, own, self.own = self._now(), self.own, None
+        """Return what a microbatch has left, on the source's device; drop the copy."""
+        now = self._now()
         assert now is not None
-        left = _detached(now).to(self.source.device)
-        return left if now is own else left.clone()  # the model may hold what it has assigned
+        self.own = None
+        return _detached(now).to(self.source.device)
 
 
 def _detached(tensor: Tensor) -> Tensor:
