@@ -80,10 +80,11 @@ def write_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors to tensors, in one call for each kind: an accelerator waits for calls."""
+    """Copy tensors to tensors. On an accelerator each kind is one call: it waits for calls."""
     groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        own, theirs = groups.setdefault((target.dtype, source.dtype), ([], []))
+        kind = None if target.is_cpu else (target.dtype, source.dtype)
+        own, theirs = groups.setdefault(kind, ([], []))
         own.append(target)
         theirs.append(source)
     for own, theirs in groups.values():
