@@ -30,6 +30,7 @@ from phalanx.replicas import (
     Source,
     SourceGradients,
     Statistics,
+    entered_modes,
     has_compiled,
 )
 
@@ -140,7 +141,7 @@ class ThreadExecutor(Executor):
     def _run_replica(self, state: RunState, modes: CallerModes, index: int) -> None:
         """Run microbatches on one replica, in its thread, until none is left."""
         replica = self.replicas[index]
-        with modes.entered(replica.device), replica:
+        with entered_modes(modes, replica.device), replica:
             while (microbatch := state.next_microbatch(index)) is not None:
                 try:
                     self._run_microbatch(replica, microbatch, state)

@@ -39,6 +39,7 @@ from phalanx.replicas import (
     Source,
     SourceGradients,
     Statistics,
+    entered_modes,
     set_intra_op,
 )
 from phalanx.types import Nested
@@ -197,7 +198,7 @@ class Worker:
             rng=spec.rng.microbatch(*message.seed, message.index),
         )
         self._writer.write_to(message.slot)
-        with spec.modes.entered(_CPU), self._replica:
+        with entered_modes(spec.modes, _CPU), self._replica:
             self._replica.begin()
             fail_point("before forward")
             result = spec.task(context)

@@ -22,6 +22,7 @@ from phalanx.replicas.modes import (
     caller_intra_op,
     callers_streams,
     current_streams,
+    entered_modes,
     hold_caller_at_one_thread,
     num_cores,
     set_intra_op,

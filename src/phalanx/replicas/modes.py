@@ -41,10 +41,6 @@ class CallerModes(NamedTuple):
             streams=() if kinds == ["cpu"] else callers_streams(devices),
         )
 
-    def entered(self, device: torch.device) -> _Entered:
-        """Run the body under these modes, with ``device`` as the thread's current one."""
-        return _Entered(self, device)
-
     @contextlib.contextmanager
     def on_streams(self) -> Iterator[None]:
         """Run a node's backward pass on the caller's streams, and put back those of this thread.
@@ -67,26 +63,28 @@ class CallerModes(NamedTuple):
                 own.wait_event(stream.record_event())
 
 
-class _Entered:
-    """Modes of a caller in another thread; a generator and a stack would take 50 µs in a step.
+@dataclass
+class entered_modes:
+    """Run the body under a caller's modes, with ``device`` as the thread's current one.
 
     All threads share torch's cache of cast weights: a thread that leaves autocast clears it for the
     others, and the bits of a layer used twice depend on that. So the cache is off, also for an
     autocast inside of the model.
     """
 
-    def __init__(self, modes: CallerModes, device: torch.device) -> None:
-        self._modes, self._device = modes, device
+    modes: CallerModes
+    device: torch.device
 
     def __enter__(self) -> None:
-        modes = self._modes
+        modes = self.modes
         self._before = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
         torch.set_autocast_cache_enabled(False)
+        # A stack takes as long as all the rest.
         is_plain = not (modes.streams or modes.inference or modes.autocast)
         self._others = None if is_plain else contextlib.ExitStack()
         if self._others is not None:
             if modes.streams:
-                self._others.enter_context(current_streams(modes.streams, self._device))
+                self._others.enter_context(current_streams(modes.streams, self.device))
             if modes.inference:
                 self._others.enter_context(torch.inference_mode())
             for kind, dtype in modes.autocast:

@@ -155,6 +155,7 @@ class ProcessRng:
         torch.set_rng_state(self._before)
 
 
+@dataclass(eq=False)
 class MicrobatchRng(TorchFunctionMode):
     """Draw all torch random numbers of the body, in this thread, from the microbatch's generator.
 
@@ -167,23 +168,21 @@ class MicrobatchRng(TorchFunctionMode):
 
     Attributes:
         used: Whether anything was drawn.
-        plan: As given.
 
     Raises:
         UnsupportedError: In a watched run, the generators of torch, NumPy or Python have moved; or
             see `RngMode`.
     """
 
-    def __init__(self, path: tuple[int, ...], plan: RngPlan) -> None:
-        self.used = False
-        self._path = path
-        self.plan = plan
-        self._before: _States | None = None
+    path: tuple[int, ...]
+    plan: RngPlan
+    used: bool = False
+    _before: _States | None = None
 
     @cached_property
     def mode(self) -> RngMode:
         """The mode that gives numbers, made when something may draw."""
-        return RngMode(derive_seed(*self._path))
+        return RngMode(derive_seed(*self.path))
 
     def __enter__(self) -> None:
         self._outer = _in_use.set(self)
