@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +56,9 @@ class GradientSlots:
         self._taken: dict[weakref.ref[GradientSlot], GradientSlot] = {}
         # Of slots that were collected. Only C runs then: a Ctrl-C in Python would be ignored there.
         self._gone: deque[weakref.ref[GradientSlot]] = deque()
-        self._nbytes = 0
         self._parameters = parameters
-        self._starts: list[int] = []
-        for parameter in parameters:
-            self._starts.append(self._nbytes)
-            self._nbytes += aligned(parameter.nbytes)
+        sizes = [aligned(parameter.nbytes) for parameter in parameters]
+        *self._starts, self._nbytes = accumulate(sizes, initial=0)
 
     def at(self, start: int) -> GradientSlot:
         """Return the slot that begins there in the pool."""

@@ -308,10 +308,8 @@ class _Node:
             self.graphs = [None] * len(self.graphs)
         gradients = list(self.passes.of_inputs(gradients))
         sums = self.passes.add_gradients(self.executor, result)
-        for parameter, total in zip(self.executor.parameters, sums, strict=True):
-            if id(parameter) in self.trainable:
-                gradients.append(total)
-        return gradients
+        totals = zip(self.executor.parameters, sums, strict=True)
+        return gradients + [total for each, total in totals if id(each) in self.trainable]
 
 
 class _Connect(torch.autograd.Function):
